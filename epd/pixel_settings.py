@@ -61,8 +61,8 @@ _RESIZED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qw
 
 # Of these those whose authors have no limits besides: a limit of an image, and one of a frame.
 _BY_TRANSFORMERS = (
-    *("ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
-    *("paddleocr_vl", "video_llama_3"),
+    *("ernie4_5_vl_moe", "exaone4_5", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
+    *("hyperclovax_vision_v2", "paddleocr_vl", "video_llama_3"),
 )
 
 

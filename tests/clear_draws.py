@@ -2,8 +2,9 @@
 
 The last digits of float32 sums depend on what is computed together. A token is chosen where a number falls
 among cumulative weights, where a logit is the largest, or among the top_k largest. Rounding turns that where
-two candidates are almost level: in the tiny checkpoints it moves a weight by 3e-7 of the total, and the
-difference of two logits by 6e-6. A test that compares tokens asks for a truth that keeps clear of that.
+two candidates are almost level, of which top_p ranks now one and now the other first: in the tiny checkpoints
+it moves a weight by 3e-7 of the total, and the difference of two logits by 6e-6. A test that compares tokens
+asks for a truth that keeps clear of that.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class _Choices:
         lower = upper - weights.gather(1, places)
         target = number * ends[:, -1:]
         nearest = torch.minimum((target - lower).where(lower > 0, torch.inf), upper - target)
+        nearest = torch.minimum(nearest, _to_neighbours(weights, places))
         for drawn, distance in zip(
             number[:, 0].tolist(), (nearest / ends[:, -1:])[:, 0].tolist(), strict=True
         ):
@@ -66,6 +68,16 @@ class _Choices:
             for row, number in zip(group.index.tolist(), group.numbers[:, 0].tolist(), strict=True):
                 self.seeds[number] = self.rows[row].state.seed
         self.add_logits(scores, ks)
+
+
+def _to_neighbours(weights: Tensor, places: Tensor) -> Tensor:
+    """How far the weights of places, int64 [R, 1], are from those beside them: candidates that may swap."""
+    own, last = weights.gather(1, places), weights.shape[1] - 1
+    gaps = [
+        (weights.gather(1, each.clamp(0, last)) - own).abs().where((each >= 0) & (each <= last), torch.inf)
+        for each in (places - 1, places + 1)
+    ]
+    return torch.minimum(*gaps)
 
 
 @contextmanager

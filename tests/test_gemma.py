@@ -21,6 +21,7 @@ from epd.encoders.patches import resize_image
 from epd.engine_config import EngineConfig
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.pixel_limits import PixelLimits
+from epd.pixel_settings import PixelSettings
 from epd.reduction import TowerMerge
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
@@ -121,15 +122,44 @@ def test_patches_of_gemma_4_are_its_processors_bit_by_bit(
     assert not theirs[:, each:].any()
 
 
+@pytest.mark.parametrize("tokens", [140, 280])
+def test_a_limit_of_pixels_is_one_of_tokens_to_gemma_4(
+    gemma4: Family, media: dict[str, Path], tokens: int
+) -> None:
+    """The most of 70 to 1,120 whose pixels, 144 each, lie within: transformers' `max_soft_tokens`."""
+    item, limit = as_sent(media["wide_image"]), tokens * 144
+    height, width = item.pixels.shape[:2]
+    theirs = gemma4.processor.image_processor(item.pixels, max_soft_tokens=tokens, return_tensors="pt")
+    (values,) = theirs["pixel_values"]
+    given = load_adapter(gemma4.path, pixels=PixelSettings(max_pixels=limit, video_max_pixels=limit))
+    for plan in (
+        gemma4.adapter.plan_image(height, width, PixelLimits(max_pixels=2 * limit - 1)),
+        given.plan_image(height, width),
+    ):
+        patches = gemma4.adapter.preprocess(gemma4.adapter.resize(item.pixels, plan), plan)
+        assert torch.equal(patches, values[: len(patches)])
+        assert not values[len(patches) :].any()
+        assert given.plan_video(VideoFacts(4, 2.0, height, width), SAMPLING).size == plan.size
+
+
 def test_gemma_4_refuses_in_one_line_what_it_cannot_do(gemma4: Family, tmp_path: Path) -> None:
     adapter = gemma4.adapter
     with pytest.raises(UnsupportedMediaError, match="hears nothing"):
         _ = adapter.audio
     with pytest.raises(MediaLimitError, match="picture of 9x0 pixels does not suit"):
         adapter.plan_image(0, 9)
-    for kind, limits in (("image", PixelLimits(max_pixels=999)), ("video", PixelLimits(is_low_detail=True))):
-        with pytest.raises(RequestError, match="as many tokens as its files say"):
-            adapter.check_pixels([(kind, limits)], None)  # type: ignore[list-item]
+    for limits, told in (
+        (PixelLimits(max_pixels=999), "received 999 pixels .*allowed: at least 10,080, which are 70 tokens"),
+        (PixelLimits(min_pixels=999), "min_pixels; allowed: max_pixels, pictures are enlarged"),
+        (PixelLimits(size=(1, 99_999)), "size.shortest_edge; allowed: max_pixels"),
+        (PixelLimits(max_pixels=10_081), "max_pixels 10,081; allowed: at most 10,080"),
+    ):
+        for kind in ("image", "video"):
+            with pytest.raises(RequestError, match=told):
+                adapter.check_pixels([(kind, limits)], None)  # type: ignore[list-item]
+    adapter.check_pixels([("image", PixelLimits(max_pixels=10_081, is_low_detail=True))], 20_000)
+    with pytest.raises(RequestError, match="999 pixels at most for a picture"):
+        load_adapter(gemma4.path, pixels=PixelSettings(video_max_pixels=999))
     with pytest.raises(UnsupportedModelError, match="tower_share for a gemma4 model"):
         adapter.tower_merger(gemma4.tower, TowerMerge(0.5))
     shifted = changed(gemma4, tmp_path / "model", "video_processor", image_mean=[0.5] * 3)

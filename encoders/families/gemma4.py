@@ -26,9 +26,9 @@ from epd.encoders.patches import INTERPOLATION, resize_image
 from epd.encoders.plans import Grid, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.sampling import sample_by_rule, select_frames
-from epd.errors import MediaLimitError, UnsupportedModelError
+from epd.errors import MediaLimitError, RequestError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
-from epd.pixel_limits import OWN_LIMITS, PixelLimits, refuse
+from epd.pixel_limits import OWN_LIMITS, PixelLimits, check_ceiling, refuse
 from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
@@ -69,10 +69,16 @@ class PooledSpec:
             is_divided=bool(processor.do_normalize),
         )
 
-    def plan(self, kind: MediaKind, height: int, width: int, num_frames: int) -> MediaPlan:
-        """Plans an item of pictures of `height` x `width` pixels. Raises MediaLimitError for a shape."""
+    @property
+    def token_pixels(self) -> int:
+        """Returns the pixels of a token."""
+        return (self.side * self.pool) ** 2
+
+    def plan(self, kind: MediaKind, size: tuple[int, int], num_frames: int, most_pixels: int) -> MediaPlan:
+        """Plans an item of pictures of a size, (height, width). Raises MediaLimitError for a shape."""
+        height, width = size
         try:
-            most = self.most_tokens * self.pool**2
+            most = most_pixels // self.token_pixels * self.pool**2
             rows, columns = get_aspect_ratio_preserving_size(height, width, self.side, most, self.pool)
         except (ValueError, ZeroDivisionError) as error:
             raise MediaLimitError(
@@ -90,6 +96,10 @@ class PooledSpec:
         return values.div_(1.0 / self.scale) if self.is_divided else values.mul_(self.scale)
 
 
+# Tokens that a picture of any of these models may have at most.
+_MOST_TOKENS = (70, 140, 280, 560, 1120)
+
+
 class Gemma4Adapter(BaseAdapter):
     """Adapts `model_type` gemma4, whose language model may let the tokens of an image attend each other."""
 
@@ -102,27 +112,51 @@ class Gemma4Adapter(BaseAdapter):
         }
         tokens: dict[MediaKind, str] = {"image": processor.image_token, "video": processor.video_token}
         self.markers = Markers(tokens, tokens)
+        for kind in self._specs:
+            self._most_pixels(kind, OWN_LIMITS)
 
-    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
-        for _, pixels in media:
-            for name in (*pixels.all_named, *(["detail low"] if pixels.is_low_detail else [])):
-                raise refuse(name, "none, pictures of this model family have as many tokens as its files say")
+    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:
+        for kind, pixels in media:
+            for name in pixels.all_named:
+                if not name.endswith(".max_pixels"):
+                    raise refuse(name, "max_pixels, pictures are enlarged to as many as there may be")
+            for name, value in pixels.named.items():
+                check_ceiling(name, value, max(self._most_pixels(kind, OWN_LIMITS), most or 0))
+            self._most_pixels(kind, pixels)
 
-    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:  # noqa: ARG002
-        return self._specs["image"].plan("image", height, width, 1)
+    def _most_pixels(self, kind: MediaKind, pixels: PixelLimits) -> int:
+        """Returns the pixels of the most tokens that lie within a limit. Raises RequestError for none."""
+        spec, settings = self._specs[kind], self.checkpoint.pixels
+        given = settings.max_pixels if kind == "image" else settings.video_max_pixels
+        _, most = pixels.within((0, given or spec.most_tokens * spec.token_pixels))
+        known = [each * spec.token_pixels for each in _MOST_TOKENS]
+        if most < known[0]:
+            raise RequestError(
+                f"received {most:,} pixels at most for a picture; allowed: at least {known[0]:,}, which are "
+                f"{_MOST_TOKENS[0]} tokens; raise max_pixels"
+            )
+        return max(each for each in known if each <= most)
+
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:
+        return self._specs["image"].plan("image", (height, width), 1, self._most_pixels("image", pixels))
 
     def plan_video(
         self,
         video: VideoFacts,
         frame_sampling: FrameSampling,
-        pixels: PixelLimits = OWN_LIMITS,  # noqa: ARG002
+        pixels: PixelLimits = OWN_LIMITS,
     ) -> MediaPlan:
         processor = self.checkpoint.processor.video_processor
         frames = select_frames(
             video, frame_sampling, lambda part: sample_by_rule(processor, part, frame_sampling)
         )
         return replace(
-            self._specs["video"].plan("video", video.height, video.width, len(frames.indices)),
+            self._specs["video"].plan(
+                "video",
+                (video.height, video.width),
+                len(frames.indices),
+                self._most_pixels("video", pixels),
+            ),
             times_s=frames.times_s,
             frame_indices=frames.indices,
             source_fps=frames.fps,

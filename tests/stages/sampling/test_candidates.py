@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from epd.sampling_params import SamplingParams
+from epd.stages.engine import sequence
 from epd.stages.sampling import candidates as module
 from epd.stages.sampling import sampler
 from epd.stages.sampling.candidates import candidates, knobs
 from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
+from tests.clear_draws import close_draws
 
 NUM_TOKENS = 4000
 SMOOTH = torch.randn(6, NUM_TOKENS, generator=torch.Generator().manual_seed(0))
@@ -87,3 +90,16 @@ def test_tokens_are_those_of_a_cpu_also_where_the_likeliest_are_not_enough(
 def test_fewer_tokens_than_are_looked_at_need_no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NUM_CANDIDATES", NUM_TOKENS)
     assert all(drawable(SCORES["flat"], PARAMS["top_p"], is_bounded=True)[1])
+
+
+def test_a_draw_of_two_almost_level_tokens_is_told_from_others() -> None:
+    """Whichever top_p ranks first is drawn where the other would be, far from all borders."""
+    rows = [
+        SamplingRow(SamplingState(SamplingParams(temperature=1.0, top_p=0.99), seed, np.array([1])))
+        for seed in range(64)
+    ]
+    logits = torch.tensor([[1.0, 1.0 + 1e-6, 0.0, -1.0, -2.0]]).repeat(len(rows), 1)
+    with close_draws() as close:
+        tokens = [each.token_id for each in sequence.sample(logits, rows)]
+    assert set(close) == {seed for seed, token in enumerate(tokens) if token in (0, 1)}
+    assert 0 < len(close) < len(rows)
