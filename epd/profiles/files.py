@@ -69,8 +69,7 @@ def load_profile(
     path = Path(name_or_path)
     model, separator, device = name_or_path.rpartition("@")
     if separator and not path.exists():
-        options = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization}
-        return analytic_profile(device, model, devices=devices, **options)
+        return analytic_profile(device, model, None, devices, kv_cache_dtype, quantization)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -93,7 +93,8 @@ def fp8_rows_plain(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     Returns float8_e4m3fn [M, C] and their scales, float32 [M, C / group], of which a column lies in one
     piece. M is T rounded up to `ROWS_TOGETHER`, and rows behind T have no meaning.
     """
-    grouped = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_TOGETHER)).unflatten(1, (-1, group))
+    padded = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_TOGETHER))
+    grouped = padded.reshape(len(padded), rows.shape[1] // group, group)
     scales = grouped.abs().amax(2).to(torch.float32) / FP8_MAX
     values = grouped / torch.where(scales == 0, 1.0, scales)[..., None]
     return values.to(torch.float8_e4m3fn).flatten(1), scales.t().contiguous().t()

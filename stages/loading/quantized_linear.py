@@ -115,6 +115,7 @@ class QuantizedLinear(nn.Module):
     in_features, out_features: of all ranks, as in a linear module that is cut.
     """
 
+    weight: nn.Parameter
     scales: nn.Parameter
 
     def __init__(self, linear: nn.Linear, parts: Mapping[str, TensorForm], *, is_weight_only: bool) -> None:
