@@ -103,6 +103,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if "httpx" in sys.modules:
         read_certificates_once(sys.modules["httpx._transports.default"])
+    if "transformers" in sys.modules:
+        write_no_configurations()
     if "epd.video.children.process" in sys.modules:
         media_servers.install(sys.modules["epd.video.children.process"])
 
@@ -142,6 +144,14 @@ def read_certificates_once(transports: Any) -> None:
         return kept((os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")), trust_env)
 
     transports.create_ssl_context = create
+
+
+def write_no_configurations() -> None:
+    """transformers writes each configuration that it reads for a line of its log that is left out."""
+    from transformers import GenerationConfig, ImageProcessingMixin, PreTrainedConfig, ProcessorMixin
+
+    for kind in (GenerationConfig, ImageProcessingMixin, PreTrainedConfig, ProcessorMixin):
+        kind.__repr__ = object.__repr__
 
 
 def read_processors_once() -> None:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,6 +86,7 @@ PAIRS = {
     and not (name in NOT_MIXED and case == "video and image")
 }
 SAMPLING = FrameSampling(num_frames=6)
+_expected: dict[tuple[Path, ...], tuple[int, ...]] = {}
 BY_TRANSFORMERS = PixelSettings(model_impl="transformers")
 
 pytestmark = [
@@ -96,21 +98,27 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
-
-    def folder(name: str) -> Path:
-        return made.setdefault(name, made.get(name) or {**BUILDERS, **NATIVE}[name](root / name))
-
-    return folder
+    root = tmp_path_factory.mktemp("models")
+    return cache(lambda name: {**BUILDERS, **NATIVE}[name](root / name))
 
 
 @pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> Family:
-    return Family.load(request.param, folders(request.param))
+def families(folders: Callable[[str], Path]) -> Callable[[str], Family]:
+    """Each by name, loaded once. A fixture with these as parameters would load one for each test."""
+    return cache(lambda name: Family.load(name, folders(name)))
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest, families: Callable[[str], Family]) -> Family:
+    return families(request.param)
 
 
 def expected(family: Family, media: list[Path]) -> tuple[int, ...]:
-    return generated(family, media)
+    """The tokens of `generate`, asked once for each prompt."""
+    asked = (family.path, *media)
+    if asked not in _expected:
+        _expected[asked] = generated(family, media)
+    return _expected[asked]
 
 
 def generated(family: Family, media: list[Path], **settings: Any) -> tuple[int, ...]:
