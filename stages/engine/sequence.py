@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from epd.encoders.device import rows_of
@@ -340,7 +341,9 @@ class ComputedChunk:
 
         num_before: tokens of their answers before this pass.
         """
-        for each in self.family if self.tokens and self.hidden is not None else ():
+        if not self.tokens or self.hidden is None:
+            return
+        for each in self.family:
             each.hidden = self.hidden[each.num_generated - num_before - 1]
 
 
@@ -351,7 +354,8 @@ def sample_chunks(
 
     hidden: [R, C], see `ComputedChunk`.
     """
-    parts = hidden.split([count for *_, count in chunks]) if hidden is not None else [None] * len(chunks)
+    num_rows = [count for *_, count in chunks]
+    parts = [None] * len(chunks) if hidden is None else torch.split(hidden, num_rows)
     rows: list[SamplingRow] = []
     places: list[int] = []
     counts: list[int] = []
