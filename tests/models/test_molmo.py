@@ -6,6 +6,7 @@ transformers' layers, which get a mask that is written down here.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -45,10 +46,12 @@ from tests.models.engine_answers import (
     test_preemption_changes_no_token,
     test_several_answers_share_their_prompt,
 )
+from tests.models.lora import ALL, peft_config, write_adapter
 from tests.models.test_published import written
 from tests.reference import MAX_TOKENS, generated_as_it_is, processor_inputs
 from tests.stages.conftest import Subject, check, make
 from tests.stages.prompts import Drive, prompt_of
+from tests.stages.test_lora import adapted
 from tests.tiny_models import load_reference
 
 __all__ = [
@@ -346,3 +349,25 @@ def test_those_before_it_keep_what_attends_each_other(
     answer = pipeline.ask([media["video"]], QUESTION, num_frames=6, max_tokens=4, reduction=half)
     assert 0 < answer.usage.visual_tokens < answer.usage.visual_tokens_before
     assert len(answer.token_ids) == 4
+
+
+def test_a_lora_adapter_is_served_as_its_merged_model(
+    folder: Path, subject: Subject, media: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its names are those of transformers' modules, whose matrices are merged in the model's files."""
+    merged, tensors, draw = load_reference(folder), dict[str, Tensor](), torch.Generator().manual_seed(0)
+    for name, module in merged.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".language_model.layers." in name:
+            rows, columns = module.weight.shape
+            a = torch.randn(4, columns, generator=draw) * columns**-0.5
+            b = torch.randn(rows, 4, generator=draw) * module.weight.detach().std()
+            module.weight.data += 2 * b @ a
+            start = f"base_model.model.{name}"
+            tensors |= {f"{start}.lora_A.weight": a, f"{start}.lora_B.weight": b}
+    merged.save_pretrained(shutil.copytree(folder, tmp_path / "merged"))
+    adapter = write_adapter(tmp_path / "adapter", peft_config(ALL, 4, 8), tensors)
+    theirs = make("molmo2", tmp_path / "merged", media).prompts
+    prompts = {str(number): adapted(prompt, "all") for number, prompt in enumerate(theirs)}
+    tokens = Drive(subject.engine(lora_modules=frozenset({f"all={adapter}"})), 0).run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert tokens != {str(number): prompt.expected for number, prompt in enumerate(subject.prompts)}

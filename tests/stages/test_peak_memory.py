@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
 
+from epd.encoders import Adapter, FrameSampling, VideoFacts, load_adapter
+from epd.encoders.batch import FrameEncoder
 from epd.encoders.families.qwen_tower import prepare_tower
+from epd.encoders.groups import plan_groups
 from epd.profiles.shapes import Transformer
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 from epd.stages.profiling import peak_bytes
+from tests.encoders.tiny_gemma import build_gemma4
+from tests.encoders.tiny_generic import build_glm4v, build_qwen2_vl
+from tests.encoders.tiny_tiles import build_video_llama_3
+
+COMPRESSING = partial(build_video_llama_3, use_token_compression=True)
 
 
 def chain(num_values: int) -> Callable[[], None]:
@@ -94,3 +106,36 @@ def test_a_tower_holds_what_the_catalogue_says() -> None:
     with torch.inference_mode():
         found = slope(encode, 32**2, 64**2)  # more than are rotated together
     assert found == pytest.approx(2 * (shape.live_values_per_token + values_per_patch), rel=0.15)
+
+
+@torch.inference_mode()
+def held_of_a_video(adapter: Adapter, encoder: FrameEncoder, num_frames: int) -> int:
+    """The most bytes that live while a video of a frame a second is looked at, preprocessed and encoded.
+
+    Its embeddings are those of a group, which are sent away.
+    """
+    plan = adapter.plan_video(VideoFacts(num_frames, 1.0, 112, 112), FrameSampling(num_frames=num_frames))
+
+    def act() -> None:
+        parts = (torch.zeros(2, *plan.size, 3, dtype=torch.uint8) for _ in plan.times_s[::2])
+        seen = adapter.compressed(plan, parts)
+        for group in plan_groups([seen], [""], model="", group_tokens=64):
+            frames = torch.zeros(group.num_frames, *plan.size, 3, dtype=torch.uint8)
+            encoder.encode([encoder.patches(frames, group.plan)])
+
+    return peak_bytes(act)
+
+
+@pytest.mark.parametrize(
+    ("build", "num_frames"),
+    [(build_qwen2_vl, 600), (build_glm4v, 600), (build_gemma4, 100), (COMPRESSING, 600)],
+)
+def test_a_longer_video_holds_what_one_of_a_third_does(
+    build: Callable[[Path], Path], num_frames: int, tmp_path: Path
+) -> None:
+    """Ten minutes and three, of a frame a second; of Gemma 4, whose frames cost most, fewer."""
+    folder = build(tmp_path / "model")
+    adapter = load_adapter(folder)
+    encoder = FrameEncoder(adapter, adapter.vision_tower(load_role(folder, "encode", CPU_FLOAT32).model))
+    short, long = (held_of_a_video(adapter, encoder, each) for each in (3 * num_frames // 10, num_frames))
+    assert long <= 1.1 * short
