@@ -75,6 +75,11 @@ class LargestPasses:
     num_seqs: int = 0
 
 
+# What passes take of a GPU beside weights and pools, by their sizes and whether the worker encodes: kept for
+# roles that a worker has again.
+PassBytes = dict[tuple[LargestPasses, bool], int]
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
     """Says what a worker may use of a GPU, and what else it is to hold.
@@ -180,11 +185,12 @@ def measured_kv_tokens(
     *,
     memory_of: Callable[[torch.device], GPUMemory] = GPUMemory.now,
     ranks: RankGroup | None = None,
+    known: PassBytes | None = None,
 ) -> int | None:
     """Returns the tokens of a KV pool after one run of each of the largest passes; None on a CPU.
 
     tower: None for a worker that does not encode. memory_of: asked after the passes. ranks: that share the
-    model; what rank 0 has room for, the others have.
+    model; what rank 0 has room for, the others have. known: gets what passes take; those there do not run.
     """
     if not placement.is_cuda:
         return None
@@ -193,22 +199,20 @@ def measured_kv_tokens(
         "passes on %s: at most %d tokens and %d answers", device, passes.chunk_tokens, passes.num_seqs
     )
     gc.collect()  # pools of roles that were given up
-    largest = largest_prefill(model, passes.chunk_tokens)
-    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, largest, ranks))]
-    if passes.num_seqs:
-        peaks[0] = max(peaks[0], _peak_bytes(device, lambda: run_sampling(model, passes.num_seqs)))
-    if tower is not None:
-        peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
-    graph_bytes = 0
-    if passes.num_captured and ranks is None:
-        graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
+    torch.cuda.empty_cache()
+    kind = passes, tower is not None
+    activation_bytes = None if known is None else known.get(kind)
+    if activation_bytes is None:
+        activation_bytes = _pass_bytes(model, tower, adapter, settings, device, passes, share.name, ranks)
+    if known is not None:
+        known[kind] = activation_bytes
     states = states_shape(model, passes.num_seqs)
     memory, fixed_bytes = memory_of(device), share.embedding_bytes + (states.num_bytes if states else 0)
 
     def num_tokens_beside(num_bytes: int, bytes_per_token: int) -> int:
         return kv_tokens_beside(
             memory,
-            (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes,
+            activation_bytes,
             fixed_bytes + num_bytes,
             bytes_per_token,
             share.options.gpu_memory_utilization,
@@ -231,6 +235,29 @@ def measured_kv_tokens(
         return num_tokens
     window_bytes = sum(each.num_blocks * BLOCK_SIZE * each.layout.bytes_per_token for each in bounded)
     return num_tokens_beside(window_bytes, shape.groups[0].layout.bytes_per_token)
+
+
+def _pass_bytes(
+    model: Any,
+    tower: Any,
+    adapter: Adapter,
+    settings: GenerationSettings,
+    device: torch.device,
+    passes: LargestPasses,
+    name: str,
+    ranks: RankGroup | None,
+) -> int:
+    """Runs each of the largest passes, and returns what they take at once, with those that are captured."""
+    largest = largest_prefill(model, passes.chunk_tokens)
+    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, largest, ranks))]
+    if passes.num_seqs:
+        peaks[0] = max(peaks[0], _peak_bytes(device, lambda: run_sampling(model, passes.num_seqs)))
+    if tower is not None:
+        peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, name, device)))
+    graph_bytes = 0
+    if passes.num_captured and ranks is None:
+        graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
+    return (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes
 
 
 def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:

@@ -41,6 +41,7 @@ from epd.stages.memory_sizing import (
     GPUMemory,
     LargestPasses,
     MemoryShare,
+    PassBytes,
     embeddings_within,
     measured_kv_tokens,
 )
@@ -80,6 +81,7 @@ class StageBuilder:
         self._kv_tokens = settings.engine.num_kv_tokens
         self._num_embeddings = settings.num_embeddings or DEFAULT_EMBEDDINGS
         self._pools: dict[str, EncoderPoolShape | KVPoolsShape] = {}  # by endpoint and kind
+        self._pass_bytes: PassBytes = {}
         self._use: MemoryUse | None = None  # until something changes
         self._read_paces = read_paces()  # of what is kept, whatever it is
 
@@ -142,6 +144,7 @@ class StageBuilder:
             ),
             memory_of=self._memory,
             ranks=self._ranks,
+            known=self._pass_bytes,
         )
 
     def memory(self) -> MemoryUse:

@@ -132,6 +132,32 @@ def test_the_largest_passes_are_run_before_the_pool_is_sized(
     assert both_at_once == (9 - 4 - 2 - 2) * GB // bytes_per_token // 16 * 16
 
 
+def test_a_worker_that_has_roles_again_runs_no_pass_and_captures_none(
+    checkpoints: dict[str, Path], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have by then counts."""
+    ran: list[str] = []
+    engine = SimpleNamespace(pools=SimpleNamespace(shape=SimpleNamespace(num_bytes=0)))
+    monkeypatch.setattr(memory_sizing, "run_encode", lambda *_: ran.append("encode"))
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: ran.append("prefill"))
+    monkeypatch.setattr(memory_sizing, "run_sampling", lambda *_: None)
+    monkeypatch.setattr(memory_sizing, "_capture", lambda *_: ran.append("capture") or engine)
+    path = checkpoints["qwen2_5_vl"]
+    builder = StageBuilder(WorkerSettings(path, num_embeddings=1024), LocalTransport())
+    monkeypatch.setattr(builder, "_load", lambda role: load_role(path, role, CPU_FLOAT32).model)
+    builder.placement, found = ON_GPU, list[int | None]()
+    for roles in ({"decode"}, {"prefill"}, {"decode"}, {"encode", "prefill"}):
+        builder.size(frozenset(roles), frozenset(roles))
+        found.append(builder._kv_tokens)
+    assert ran == ["prefill", "capture", "prefill", "prefill", "encode"]
+    assert found[0] == found[2] is not None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GB, 10 * GB))
+    builder.size(frozenset({"decode"}), frozenset({"decode"}))
+    assert len(ran) == 5
+    bytes_per_token = memory_sizing.kv_bytes_per_token(builder._language)
+    assert found[0] - (builder._kv_tokens or 0) == pytest.approx(GB / bytes_per_token, abs=16)
+
+
 def with_largest_image(path: Path, num_pixels: int) -> Any:
     """The adapter of a model whose processor allows images of so many pixels."""
     adapter: Any = load_adapter(path)
