@@ -121,11 +121,11 @@ class RequestBlocks:
         slots = () if self.state is None or self.state.current is None else ((self.state.current,),)
         kept = (*slots, *(table.kept for table in self.windows))
         if kept:
-            self._cache.keep_state(self.path[-1], kept)
+            self._cache.snapshots.keep(self.path[-1], kept)
 
     def use_state(self) -> None:
         """Begins with what another request has kept after the blocks that are shared."""
-        kept, windows = self._cache.use_state(self.path[-1]), self.windows
+        kept, windows = self._cache.snapshots.use(self.path[-1]), self.windows
         if self.state is not None:
             self.state.share(kept[0][0])
         for table, blocks in zip(windows, kept[len(kept) - len(windows) :], strict=True):
@@ -201,7 +201,7 @@ class KVRoom:
     def _num_idle(self, layer_group: int) -> int:
         if layer_group < self._spec.num_full:
             return self.cache.num_idle
-        return self.cache.num_idle_kept(self._kept_index(layer_group))
+        return self.cache.snapshots.num_idle(self._kept_index(layer_group))
 
     def _kept_index(self, layer_group: int) -> int:
         """Returns the place of a layer group with a window among the pools of what is kept."""
@@ -211,7 +211,7 @@ class KVRoom:
         """Returns whether this many slots are available: free ones, and snapshots that nobody else holds."""
         if self.states is None or count <= self.states.num_free:
             return True
-        return count <= self.states.num_free + self.cache.num_idle_kept(0)
+        return count <= self.states.num_free + self.cache.snapshots.num_idle(0)
 
     def has(self, needed: Sequence[int], num_states: int = 0) -> bool:
         """Returns whether so many blocks of each layer group are available, and so many slots."""
@@ -239,9 +239,9 @@ class KVRoom:
         if lacking > 0:
             self.cache.evict(lacking)
         if self.states is not None:
-            self.cache.drop_states(0, num_states)
+            self.cache.snapshots.free(0, num_states)
         for group in range(num_full, len(pairs)):
-            self.cache.drop_states(self._kept_index(group), needed[group])
+            self.cache.snapshots.free(self._kept_index(group), needed[group])
 
     def add_restored(
         self, path: list[CachedBlock], identity: TokenIdentity, stop: int, restored: Sequence[tuple[int, ...]]
@@ -266,7 +266,7 @@ class KVRoom:
         self.cache.check_integrity()
         for group, pool in enumerate(self.pools):
             held = Counter(chain.from_iterable(request.tables[group].held for request in requests))
-            if pool not in self.cache.kept:
+            if pool not in self.cache.snapshots.pools:
                 held.update(node.blocks[group] for node in self.cache.nodes())
             _check_pool(pool, held, self.cache)
         if self.states is not None:
@@ -283,9 +283,8 @@ class KVRoom:
 def _check_pool(pool: BlockPool, held: Counter[int], cache: PrefixCache) -> None:
     """held: by requests and nodes; what snapshots hold is added."""
     pool.check_integrity()
-    if pool in cache.kept:
-        index = cache.kept.index(pool)
-        held.update(chain.from_iterable(kept[index] for kept in cache.snapshots.values()))
+    if pool in cache.snapshots.pools:
+        held.update(cache.snapshots.held(cache.snapshots.pools.index(pool)))
     pool.check_holders(held)
 
 

@@ -48,15 +48,63 @@ class PrefixMatch:
     num_partial: int
 
 
+class Snapshots(OrderedDict[CachedBlock, tuple[tuple[int, ...], ...]]):
+    """Maps nodes to what is kept after their last token, of each of `pools`; what was used last comes last.
+
+    pools: of a model that keeps more than tokens: slots of recurrent states, and blocks of windows.
+    """
+
+    def __init__(self, pools: Sequence[BlockPool]) -> None:
+        super().__init__()
+        self.pools = pools
+
+    def keep(self, node: CachedBlock, kept: tuple[tuple[int, ...], ...]) -> None:
+        """Keeps what is needed after a node's last token, unless it is kept already."""
+        if node not in self:
+            for pool, numbers in zip(self.pools, kept, strict=True):
+                for number in numbers:
+                    pool.share(number)
+            self[node] = kept
+        self.move_to_end(node)
+
+    def use(self, node: CachedBlock) -> tuple[tuple[int, ...], ...]:
+        """Returns what is kept after a node's last token, which is used now."""
+        self.move_to_end(node)
+        return self[node]
+
+    def num_idle(self, index: int) -> int:
+        """Returns how many slots or blocks of a pool these alone hold."""
+        held, pool = self.held(index), self.pools[index]
+        return sum(pool.references(number) == count for number, count in held.items())
+
+    def held(self, index: int) -> Counter[int]:
+        """Counts how often these hold each slot or block of a pool."""
+        return Counter(number for kept in self.values() for number in kept[index])
+
+    def free(self, index: int, num_free: int) -> None:
+        """Drops some until so many of a pool are free, those first that have not been used for longest.
+
+        Those of which requests hold all stay: nothing would become free.
+        """
+        pool, held = self.pools[index], self.held(index)
+        for node, kept in list(self.items()):
+            if pool.num_free >= num_free:
+                return
+            if any(pool.references(number) == held[number] for number in kept[index]):
+                held.subtract(kept[index])
+                self.drop(node)
+
+    def drop(self, node: CachedBlock) -> None:
+        """Drops what is kept after a node, if anything is."""
+        for pool, numbers in zip(self.pools, self.pop(node, ()), strict=False):
+            pool.release(*numbers)
+
+
 class PrefixCache:
     """Keeps the trie, its pins and the eviction order of idle nodes. It holds each of its blocks once."""
 
     def __init__(self, pools: Sequence[BlockPool], block_size: int, kept: Sequence[BlockPool] = ()) -> None:
-        """Takes the pools of layer groups whose tokens are all kept.
-
-        kept: of what is kept after some nodes alone, of a model that has such: slots of recurrent states, and
-        blocks of windows.
-        """
+        """Takes the pools of layer groups whose tokens are all kept. kept: see `Snapshots`."""
         self.root = CachedBlock(None, b"", ())
         self.block_size = block_size
         self.num_evictions = 0
@@ -64,9 +112,7 @@ class PrefixCache:
         self._pools = pools
         # In order of eviction. A plain dict would search past everything removed at its start.
         self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
-        self.kept = kept
-        # What is kept after a node's last token, of each of those pools; what was used last comes last.
-        self.snapshots: OrderedDict[CachedBlock, tuple[tuple[int, ...], ...]] = OrderedDict()
+        self.snapshots = Snapshots(kept)
 
     @property
     def num_idle(self) -> int:
@@ -82,7 +128,7 @@ class PrefixCache:
         Where there are snapshots it has whole blocks. needs_state: one was kept after the last.
         """
         match = self._longest(identity, max_tokens)
-        if not self.kept:
+        if not self.snapshots.pools:
             return match
         while needs_state and match.path and match.path[-1] not in self.snapshots:
             match.path.pop()
@@ -142,45 +188,6 @@ class PrefixCache:
         if node in self._idle:
             self._idle.move_to_end(node)
 
-    def keep_state(self, node: CachedBlock, kept: tuple[tuple[int, ...], ...]) -> None:
-        """Keeps what is needed after a node's last token, unless it is kept already."""
-        if node not in self.snapshots:
-            for pool, numbers in zip(self.kept, kept, strict=True):
-                for number in numbers:
-                    pool.share(number)
-            self.snapshots[node] = kept
-        self.snapshots.move_to_end(node)
-
-    def use_state(self, node: CachedBlock) -> tuple[tuple[int, ...], ...]:
-        """Returns what is kept after a node's last token, which is used now."""
-        self.snapshots.move_to_end(node)
-        return self.snapshots[node]
-
-    def num_idle_kept(self, index: int) -> int:
-        """Returns how many slots or blocks of a pool of `kept` snapshots alone hold."""
-        held, pool = self._held_by_snapshots(index), self.kept[index]
-        return sum(pool.references(number) == count for number, count in held.items())
-
-    def _held_by_snapshots(self, index: int) -> Counter[int]:
-        return Counter(number for kept in self.snapshots.values() for number in kept[index])
-
-    def drop_states(self, index: int, num_free: int) -> None:
-        """Drops snapshots until so many of a pool are free, those first that have not been used for longest.
-
-        Those of which requests hold all stay: nothing would become free.
-        """
-        pool, held = self.kept[index], self._held_by_snapshots(index)
-        for node, kept in list(self.snapshots.items()):
-            if pool.num_free >= num_free:
-                return
-            if any(pool.references(number) == held[number] for number in kept[index]):
-                held.subtract(kept[index])
-                self._drop_state(node)
-
-    def _drop_state(self, node: CachedBlock) -> None:
-        for pool, numbers in zip(self.kept, self.snapshots.pop(node, ()), strict=False):
-            pool.release(*numbers)
-
     def evict(self, count: int) -> None:
         """Drops the `count` nodes that have been idle longest, leaves first."""
         for _ in range(count):
@@ -190,15 +197,11 @@ class PrefixCache:
     def _remove(self, node: CachedBlock) -> None:
         assert node.parent is not None
         del self._idle[node]
-        self._drop_state(node)
+        self.snapshots.drop(node)
         del node.parent.children[node.key]
         del node.parent.keys[bisect_left(node.parent.keys, node.key)]
         for pool, block in zip(self._pools, node.blocks, strict=True):
             pool.release(block)
-
-    def eviction_order(self) -> Sequence[CachedBlock]:
-        """Returns idle nodes, the next to be evicted first."""
-        return list(self._idle)
 
     def nodes(self) -> Iterator[CachedBlock]:
         """Yields all nodes but the root, each after its parent."""
@@ -214,12 +217,15 @@ class PrefixCache:
         order = {node: place for place, node in enumerate(self._idle)}
         require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
         require(self.snapshots.keys() <= set(nodes), "a snapshot after what is not cached")
-        require(all(map(self._is_whole, self.snapshots)), "a snapshot in the middle of a block")
+        require(
+            all(node.num_tokens == self.block_size for node in self.snapshots),
+            "a snapshot in the middle of a block",
+        )
         for node in [self.root, *nodes]:
             require(node.keys == sorted(node.children), "keys differ from the children's")
             nested = any(b.startswith(a) for a, b in pairwise(node.keys))
             require(not nested, "part of a block beside a block that begins with it")
-            is_root, is_whole = node is self.root, self._is_whole(node)
+            is_root, is_whole = node is self.root, node.num_tokens == self.block_size
             require(not node.children or is_root or is_whole, "children of part of a block")
             require(is_whole or not node.num_pins, "a pin on part of a block")
             for pool, block in zip(self._pools, node.blocks, strict=False):  # the root has none
@@ -233,9 +239,6 @@ class PrefixCache:
                 require(child.key == key and child.parent is node, "a child of another node")
                 require(is_root or child.num_pins <= node.num_pins, "pinned below what is not")
                 require(order.get(child, -1) < place, "a node goes before its child")
-
-    def _is_whole(self, node: CachedBlock) -> bool:
-        return node.num_tokens == self.block_size
 
 
 def _longest_run(parent: CachedBlock, rows: bytes) -> tuple[CachedBlock | None, int]:

@@ -19,7 +19,7 @@ from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence
 from epd.stages.grammar.matcher import GrammarBuilder
-from epd.stages.sampling.detokenizer import AnswerEnds
+from epd.stages.sampling.detokenizer import AnswerEnds, TextStream
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.visual_inputs import VisualInputs
 from epd.types import ceil_div
@@ -225,7 +225,7 @@ class SequenceMaker:
     def siblings(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Returns the other answers to the request of its first sequence."""
         siblings = [
-            self._made(sequence.request, index, sequence.visual, sequence.ends)
+            self._made(sequence.request, index, sequence.visual, sequence.text.ends)
             for index in range(1, sequence.request.sampling.n)
         ]
         for each in siblings:
@@ -239,9 +239,8 @@ class SequenceMaker:
             request.sampling.grammar if request.extent is not Extent.MEDIA else ""
         )
         drafts = self.drafting.for_sequence() if self.drafting else None
-        sequence = TokenSequence(
-            request, index, self._tokenizer, ends, visual, self._longest(request), matcher, drafts
-        )
+        text = TextStream(self._tokenizer, request.sampling, ends)
+        sequence = TokenSequence(request, index, text, visual, self._longest(request), matcher, drafts)
         if self._attends_both_ways:
             sequence.attend_both_ways()
         sequence.scheduled.state_stops = self._state_stops(request, sequence.scheduled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from epd.stages.grammar.matcher import TokenMatcher
 from epd.stages.reduction.propagation import GoingOn
 from epd.stages.reduction.pruning import WindowInputs, window_inputs
 from epd.stages.reduction.question_views import QuestionView, view_of
-from epd.stages.sampling.detokenizer import AnswerEnds, TextStream
+from epd.stages.sampling.detokenizer import TextStream
 from epd.stages.sampling.sampler import SampledToken, sample
 from epd.stages.sampling.sampling_state import SamplingRow, SamplingState, bad_words_of
 from epd.stages.visual_inputs import VisualInputs
@@ -84,8 +83,7 @@ class TokenSequence:
         self,
         request: GenerateRequest,
         index: int,
-        tokenizer: Any,
-        ends: AnswerEnds,
+        text: TextStream,
         visual: VisualInputs,
         capacity: int,
         matcher: TokenMatcher | None = None,
@@ -93,7 +91,7 @@ class TokenSequence:
     ) -> None:
         """Starts an answer.
 
-        ends: of the request. capacity: most tokens of prompt and answer in the KV cache.
+        text: of the answer, with what ends it. capacity: most tokens of prompt and answer in the KV cache.
         matcher: of the grammar that it follows, if any. source: of its drafts, if any.
         """
         self.request = request
@@ -126,13 +124,12 @@ class TokenSequence:
             request.sampling,
             request.seed + index,
             request.prompt.token_ids,
-            ending_ids=ends.token_ids,
+            ending_ids=text.ends.token_ids,
             matcher=matcher,
             bad_words=bad_words_of(request.sampling.bad_token_ids or ()),
         )
-        self.text = TextStream(tokenizer, request.sampling, ends)
+        self.text = text
         self.finish_reason: FinishReason | None = None
-        self.ends = ends
         self._both_ways: frozenset[int] = frozenset()
         self._tables: list[Int32Array] = []
 
@@ -274,11 +271,11 @@ class TokenSequence:
 
     def _text_with(self, token_id: int, *, may_end: bool) -> str:
         """Returns the text that becomes readable with a token, which is known already."""
-        if may_end and token_id in self.ends.token_ids:
+        if may_end and token_id in self.text.ends.token_ids:
             self.finish_reason = "stop"
             return self.text.finish()
         text = self.text.push(token_id, may_stop=may_end)
-        if self.ends.stops and self.text.is_stopped:
+        if self.text.is_stopped:
             self.finish_reason = "stop"
         elif self.scheduled.num_tokens >= self.scheduled.max_total_tokens:
             self.finish_reason = "length"

@@ -238,9 +238,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, params: SamplingParams, ends: AnswerEnds | None = None) -> None:
         """Starts a text. ends: of the request, to be shared by its answers."""
+        self.ends = AnswerEnds.of(params, frozenset()) if ends is None else ends
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        stop = params.stop if ends is None else ends.stops
-        self._checker = StopChecker(stop, include_stop=params.include_stop_str_in_output)
+        self._checker = StopChecker(self.ends.stops, include_stop=params.include_stop_str_in_output)
 
     @property
     def is_stopped(self) -> bool:

@@ -127,7 +127,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         return (
             [list(pool._references) for pool in manager._room.pools],
             [(id(node), node.num_pins) for node in manager._cache.nodes()],
-            [id(node) for node in manager._cache.eviction_order()],
+            [id(node) for node in manager._cache._idle],
             {name: [list(table.blocks) for table in held.tables] for name, held in manager._requests.items()},
             {name: held.lengths for name, held in manager._requests.items()},
             {name: self.slots(name) for name in manager._requests},
@@ -243,7 +243,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.allocate_for(request_id, self.manager.num_tokens(request_id) + added)
 
     def allocate_for(self, request_id: str, num_tokens: int) -> None:
-        state, order = self.state(), self.manager._cache.eviction_order()
+        state, order = self.state(), list(self.manager._cache._idle)
         is_possible = self.manager.can_allocate(request_id, num_tokens)
         assert self.state() == state
         if not is_possible:
@@ -259,7 +259,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         taken = [len(self.manager.block_table(request_id, group)) - held[group] for group in (0, 1)]
         num_evicted = max(0, *(taken[group] - num_free[group] for group in (0, 1)))
-        assert self.manager._cache.eviction_order() == order[num_evicted:]
+        assert list(self.manager._cache._idle) == order[num_evicted:]
         for group in (0, 1):
             assert self.room(request_id, group) >= added
             assert taken[group] == 0 or self.room(request_id, group) < added + BLOCK_SIZE

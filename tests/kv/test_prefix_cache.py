@@ -62,7 +62,7 @@ class Cache(PrefixCache):
     def order(self) -> list[str]:
         """The last letter of every idle block, the first to go first."""
         self.check_integrity()
-        return [chr(int.from_bytes(node.key[-24:-16], "little")) for node in self.eviction_order()]
+        return [chr(int.from_bytes(node.key[-24:-16], "little")) for node in self._idle]
 
 
 def test_the_longest_prefix_is_found_in_whole_blocks_and_part_of_one() -> None:
