@@ -7,7 +7,6 @@ attends within a unit only, so equal pixels give equal embeddings: with toleranc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -101,6 +100,7 @@ class FrameEncoder:
     encoded; None to encode all. See `epd.encoders.batch`.
     merge: how many tokens later layers of the tower compute; None for as many as requests ask for.
     max_patches: in one call of the tower; None for any number. See `unit_pieces`.
+    captured: called in the tower's place where nothing is merged; see `CapturedTower`.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class FrameEncoder:
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
         max_patches: int | None = None,
+        captured: nn.Module | None = None,
     ) -> None:
         """Raises RequestError for an invalid tolerance, and what `Adapter.tower_merger` raises."""
         check_tolerance(skip_static)
@@ -121,6 +122,7 @@ class FrameEncoder:
         self._merger = None if merge is None or merge.share == 1 else family.tower_merger(tower, merge)
         self._skip_static = skip_static
         self.max_patches = max_patches
+        self._captured = captured
 
     @property
     def is_by_unit(self) -> bool:
@@ -158,7 +160,9 @@ class FrameEncoder:
         return [concatenated([self._call(merger, [piece])[0] for piece in each]) for each in pieces]
 
     def _call(self, merger: TowerMerger | None, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        with nullcontext() if merger is None else merger.during(runs):
+        if merger is None:
+            return self.family.encode_batch(self._captured or self._tower, runs)
+        with merger.during(runs):
             return self.family.encode_batch(self._tower, runs)
 
 

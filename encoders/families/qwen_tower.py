@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import grid_sample, linear, pad, scaled_dot_product_attention, silu
 
 from epd.encoders import kernels
@@ -238,11 +239,13 @@ def _join_cells(module: Any, cells: Tensor) -> Tensor:
 def _attend(
     module: Any,
     hidden_states: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | StaticRuns,
     position_embeddings: tuple[Tensor, Tensor],
     **_: Any,
 ) -> Tensor:
-    """Attends within runs of patches. hidden_states: [P, C]. cu_seqlens: int32 [runs + 1], on the host."""
+    """Attends within runs of patches. hidden_states: [P, C]. cu_seqlens: int32 [runs + 1], on the host, or
+    of a captured call.
+    """
     num_patches = len(hidden_states)
     qkv = module.qkv(hidden_states).view(num_patches, 3, module.num_heads, -1)
     if hasattr(module, "q_norm"):
@@ -255,7 +258,10 @@ def _attend(
     else:
         rotate(qkv[:, :2], *position_embeddings)
         query, key, value = qkv.unbind(1)
-    out = attend_runs(query, key, value, tuple(cu_seqlens.tolist()), module.scaling)
+    if isinstance(cu_seqlens, StaticRuns):
+        out = cu_seqlens.attend(query, key, value, module.scaling)
+    else:
+        out = attend_runs(query, key, value, tuple(cu_seqlens.tolist()), module.scaling)
     attended: Tensor = module.proj(out.flatten(1))
     return attended
 
@@ -329,23 +335,45 @@ class TiledGate(NamedTuple):
         return tiled
 
 
+class StaticRuns(NamedTuple):
+    """Holds runs of patches where a captured call reads them.
+
+    bounds: int32 [runs + 1], on the device; runs at the end may be empty. longest: patches of a run at most.
+    """
+
+    bounds: Tensor
+    longest: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attends query, key and value [P, H, D] within the runs: [P, H, D]."""
+        if not query.is_cuda:
+            return attend_runs(query, key, value, tuple(self.bounds.tolist()), scale)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # of empty runs it reads and writes nothing
+            return _attend_varlen(query, key, value, self.bounds, self.longest, scale)
+
+
 def attend_runs(query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...], scale: float) -> Tensor:
     """Attends query, key and value [P, H, D] within runs [ends[i], ends[i + 1]): [P, H, D]."""
     by_length = runs_by_length(ends, query.device)
     if len(by_length) == 1:
         return attend_alike(query, key, value, by_length[0][0], scale)
     if uses_kernels(query) and query.dtype in _HALF_TYPES:
-        bounds, longest = _bounds(ends, query.device), by_length[-1][0]
-        # Imports torch's compiler, which a CPU needs not.
-        varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
-        attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)
-        assert isinstance(attended, Tensor)  # nothing else was asked for
-        return attended
+        return _attend_varlen(query, key, value, static_bounds(ends, query.device), by_length[-1][0], scale)
     out = torch.empty_like(query)
     for length, rows in by_length:
         q, k, v = (each.index_select(0, rows) for each in (query, key, value))
         out.index_copy_(0, rows, attend_alike(q, k, v, length, scale))
     return out
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float
+) -> Tensor:
+    # Imports torch's compiler, which a CPU needs not.
+    varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
+    attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)
+    assert isinstance(attended, Tensor)  # nothing else was asked for
+    return attended
 
 
 def attend_alike(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
@@ -356,7 +384,7 @@ def attend_alike(query: Tensor, key: Tensor, value: Tensor, length: int, scale: 
 
 @lru_cache(_MAX_KEPT)
 @torch.inference_mode(mode=False)
-def _bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
+def static_bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the ends of runs on the device, int32."""
     return to_device(torch.tensor(ends, dtype=torch.int32), device)
 

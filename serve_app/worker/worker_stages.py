@@ -11,12 +11,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config
+from epd.encoders.families.captured_tower import captured
+from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.names import WeightSet
 from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES, EngineConfig
 from epd.errors import InfeasibleError, RequestError
@@ -31,6 +34,7 @@ from epd.stages.encode.encoder import EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
+from epd.stages.engine.graphs import CudaGraphMaker
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.kv_store import kv_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
@@ -206,8 +210,9 @@ class StageBuilder:
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
         options = self.settings.engine
+        most = self._max_batch_patches
         encoder = FrameEncoder(
-            self.adapter, tower, options.skip_static, options.tower_merge, self._max_batch_patches
+            self.adapter, tower, options.skip_static, options.tower_merge, most, self._captured(tower, most)
         )
         stage = EncodeStage(encoder, cache, pool, connector)
         if options.cache_dir is not None:
@@ -215,6 +220,15 @@ class StageBuilder:
             files = kept_files(self.settings.model_path, options, EMBEDDINGS_KIND, facts)
             stage.keep_in(files, self._read_paces)
         return stage
+
+    def _captured(self, tower: nn.Module, max_patches: int) -> nn.Module | None:
+        """Returns what replays small calls of a tower, in 16 bits on a GPU."""
+        is_wide = self.placement.dtype.itemsize > 2  # whose attention has no runs of any length
+        options = self.settings.engine
+        is_off = options.enforce_eager or options.tower_merge is not None
+        if is_wide or is_off or not uses_kernels(next(tower.parameters())):
+            return None
+        return captured(self.adapter, tower, CudaGraphMaker(self.placement.device).capture, max_patches)
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)
