@@ -129,9 +129,19 @@ class MediaWorker:
         self._is_closed = False
         self._lock = threading.Lock()  # of the three above, and of each hold's streams
         self._readers = ThreadPoolExecutor(settings.num_read_threads, thread_name_prefix="media-read")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="media", daemon=True)
+        self._loop = self._begun_loop()
+
+    def _begun_loop(self) -> asyncio.AbstractEventLoop:
+        """Begins the event loop, in a thread of its own."""
+        loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="media", daemon=True)
         self._thread.start()
+        return loop
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        self._loop.close()
 
     def handle(self, message: Message[Any], owner: str = "", bulk: UInt8Array | None = None) -> Answer:
         """Handles a message and returns its reply and bulk. Blocks; raises as `submit`'s future does."""
@@ -193,9 +203,7 @@ class MediaWorker:
             self._is_closed = True
             ending = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
         ending.result(_CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        self._loop.close()
+        self._end_loop()
         self._frames.close()
         self._readers.shutdown(wait=False)
         self._images.close()

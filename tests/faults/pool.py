@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from epd.serve_app.network import memory
 from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.orchestration import request_planner
 from epd.serve_app.worker import worker_stages
+from epd.stages.engine import model_runner, setup
 from epd.stages.engine.generation import GenerationSettings, generation_settings
 from epd.stages.loading.weights import WholeModel
 from epd.stages.placement import Placement
@@ -34,6 +36,13 @@ from tests.serve_app import deployments, media_fleet
 from tests.serve_app.deployments import Question, ask_alone, clear_questions
 from tests.tiny_models import build_qwen2_5_vl
 
+# What workers ask of the one model that all have.
+_SAME = (
+    (request_planner, "weights_revision"),
+    (worker_stages, "read_config"),
+    (model_runner, "decoder_of"),
+    (setup, "kv_layouts"),
+)
 _NUM_QUESTIONS = 40
 _NUM_SPARE = 12  # whose tokens rounding may turn
 _KINDS = ((), (), ("image",), ("video",), ("image", "video"))
@@ -177,6 +186,8 @@ def read_once() -> Iterator[None]:
         stack.enter_context(mock.patch.object(worker_stages, "WholeModel", whole))
         for module in (worker_stages, request_planner):
             stack.enter_context(mock.patch.object(module, "generation_settings", generation))
+        for module, name in _SAME:
+            stack.enter_context(mock.patch.object(module, name, cache(getattr(module, name))))
         stack.enter_context(mock.patch.object(ProcessTransport, "weights", weights))
         folder = stack.enter_context(TemporaryDirectory(prefix="epd-faults-"))
         stack.enter_context(mock.patch.object(memory, "_MEMORY_FOLDER", Path(folder)))

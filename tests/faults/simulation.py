@@ -26,6 +26,7 @@ from tests.faults.harm import Harm, index_of, index_of_id
 from tests.faults.plan import FaultPlan
 from tests.faults.pool import Pool, PoolQuestion
 from tests.faults.virtual_time import Clock, NothingLeftError, VirtualLoop, decided
+from tests.faults.workers import named_memory, no_threads
 from tests.faults.world import Part, Trace, World, simulated_pool_of, simulated_thread
 from tests.serve_app.deployments import Answered, Question
 from tests.serve_app.media_fleet import reference_to
@@ -237,7 +238,7 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result
     trace = Trace(clock, is_printed=is_printed)
     errors = _Errors(result, trace)
     model = nullcontext() if plan.has_tensors else exact_model()
-    with model, decided(clock), _logged(errors), _collector_off():
+    with model, decided(clock), named_memory(), no_threads(), _logged(errors), _collector_off():
         loop = VirtualLoop(clock, plan.seed)
         loop.set_exception_handler(lambda _loop, _context: None)  # of tasks of dead processes
         asyncio.set_event_loop(loop)

@@ -1,18 +1,39 @@
-"""Real workers of a simulation, without their threads: each turn is one callback, and takes a drawn time."""
+"""Real workers of a simulation, without their threads: each turn is one callback, and takes a drawn time.
+
+Nor do they call a kernel: pools are named in a dictionary, and what a thread would do is done at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
 
 from epd.errors import EPDError, UnavailableError
+from epd.serve_app import fair_threads
+from epd.serve_app.media import image_planner, media_spool, media_worker
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.media_messages import ReadFrames
 from epd.serve_app.messages import DropOwner, Message, WorkerLoad, WorkerReport
+from epd.serve_app.network import routes, worker_server
+from epd.serve_app.network.memory import PoolFiles
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_thread import IDLE_S, Call, WorkerThread
+from epd.stages.encode import encoder_pool
+from epd.stages.engine import kv_pool
+from epd.stages.engine.pool_memory import pool_memory
 from epd.types import UInt8Array
 
 _LOAD_S = (0.05, 1.0)  # to load weights
@@ -22,7 +43,6 @@ _RARE_STEP_S = (0.1, 1.0)  # three in a hundred
 _READ_S = (0.001, 0.05)
 _LEAST_WAIT_S = 0.2  # every message wakes: looking more often only takes real time
 _IDLE_S = 2.0
-_PATIENCE_S = 60.0  # real time that media threads get, in which virtual time stands still
 
 # Gets a message that a worker is about to handle; returns whether that ends the worker.
 IsDeadly = Callable[[Message[Any]], bool]
@@ -109,11 +129,144 @@ class SimulatedThread(WorkerThread):
             type(self).on_turn(event)
 
 
+class _AtOnce(Executor):
+    """Does at once what a thread would do."""
+
+    def __init__(self, *_arguments: object, **_options: object) -> None: ...
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments, **options))
+        except Exception as error:  # noqa: BLE001 - the future raises it
+            done.set_exception(error)
+        return done
+
+
+class _AtOnceLoop(asyncio.BaseEventLoop):
+    """Calls back at once, from within the loop of the simulation, until nothing is left to do."""
+
+    _is_calling = False
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        handle = self.call_soon(callback, *args, context=context)
+        if not self._is_calling:
+            outer, self._is_calling = asyncio._get_running_loop(), True
+            asyncio._set_running_loop(self)
+            try:
+                self._call_all()
+            finally:
+                asyncio._set_running_loop(outer)
+                self._is_calling = False
+        return handle
+
+    def _call_all(self) -> None:
+        ready = self._ready  # type: ignore[attr-defined]
+        while ready:
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+
+class _MediaWorker(MediaWorker):
+    """Has no thread, and handles messages while it begins with them."""
+
+    def __init__(self, settings: MediaSettings) -> None:
+        super().__init__(settings)
+        self._lock = threading.RLock()  # type: ignore[assignment]
+
+    def _begun_loop(self) -> asyncio.AbstractEventLoop:
+        return _AtOnceLoop()
+
+    def _end_loop(self) -> None:
+        self._loop.close()
+
+
+def _remove_none(_parent: Path, _prefix: str) -> None: ...
+
+
+class _SpoolFolder:
+    """Stands for a folder that a lock marks as held, under another name: other simulations have its own."""
+
+    def __init__(self, _path: Path) -> None:
+        self.path = Path(tempfile.mkdtemp())
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path)
+
+
+class _Names(PoolFiles):
+    """Names the pools of one process, without links, folders and locks. Each process removes its own.
+
+    memory: of a world's pools, by name
+    """
+
+    memory: dict[Path, Tensor]
+
+    def hold(self) -> None: ...
+
+    def create(self, name: str, num_bytes: int) -> Path:
+        path = Path("/", self._name, f"{name}-{secrets.token_hex(4)}")
+        self.memory[path] = pool_memory(num_bytes)
+        self._pools[path] = num_bytes
+        return path
+
+    def shared(self, name: str, num_bytes: int, write: Callable[[Path], None]) -> Path:  # noqa: ARG002
+        path = Path(tempfile.gettempdir(), name)
+        if not path.exists():
+            write(path)
+        return path
+
+    def remove(self, path: Path) -> None:
+        self.memory.pop(path, None)
+        self._pools.pop(path, None)
+
+    def remove_ended(self, worker: str) -> None: ...
+
+    def release(self) -> None:
+        for path in list(self._pools):
+            self.remove(path)
+
+    def paths(self, name: str = "") -> list[Path]:
+        return sorted(path for path in self.memory if path.name.startswith(name))
+
+
+@contextmanager
+def named_memory() -> Iterator[None]:
+    """Lets workers have pools of a world's memory, instead of the machine's."""
+
+    class Names(_Names):
+        memory: dict[Path, Tensor] = {}  # noqa: RUF012
+
+    def memory_of(num_bytes: int, path: Path | None = None, device: torch.device | str = "cpu") -> Tensor:
+        return pool_memory(num_bytes, device=device) if path is None else Names.memory[path]
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(worker_server, "PoolFiles", Names))
+        for module in (kv_pool, encoder_pool):
+            stack.enter_context(mock.patch.object(module, "pool_memory", memory_of))
+        stack.enter_context(
+            mock.patch.object(routes, "map_memory", lambda path, _num_bytes: Names.memory.get(path))
+        )
+        yield
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Lets media workers do their work at once, with folders that nobody else looks for."""
+    with ExitStack() as stack:
+        for module in (fair_threads, image_planner, media_worker):
+            stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _AtOnce))
+        stack.enter_context(mock.patch.object(media_spool, "HeldFolder", _SpoolFolder))
+        stack.enter_context(mock.patch.object(media_spool, "remove_abandoned", _remove_none))
+        yield
+
+
 class SimulatedMedia:
     """Does the work of a media worker, each message at once, and answers after a drawn time."""
 
     def __init__(self, settings: MediaSettings, rng: Random, is_deadly: IsDeadly) -> None:
-        self.worker = MediaWorker(settings)
+        self.worker = _MediaWorker(settings)
         self._rng = rng
         self._is_deadly = is_deadly
 
@@ -122,12 +275,12 @@ class SimulatedMedia:
     ) -> tuple[Any, UInt8Array | None]:
         if isinstance(message, ReadFrames) and self._is_deadly(message):
             await asyncio.Event().wait()
-        reply = self.worker.submit(message, owner, bulk).result(_PATIENCE_S)
+        reply = self.worker.submit(message, owner, bulk).result(0.0)
         await asyncio.sleep(self._rng.uniform(*_READ_S))
         return reply
 
     def drop_owner(self, owner: str) -> None:
-        self.worker.submit(DropOwner(owner)).result(_PATIENCE_S)
+        self.worker.submit(DropOwner(owner)).result(0.0)
 
     def close(self) -> None:
         self.worker.close()

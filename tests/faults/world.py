@@ -43,6 +43,7 @@ from tests.serve_app.network.board_calls import BoardCalls
 
 HANG_S = 10.0  # silence after which the board declares a member lost
 _RESTART_S = (0.1, 4.0)
+_MAX_START_S = 120.0
 
 
 class Trace:
@@ -160,7 +161,9 @@ class World:
         kinds = ["stage"] * num_stages + ["media"] * num_media + ["front"] * num_fronts
         for number, kind in enumerate(kinds):
             self.add(kind, f"m{number % 3}")
+        end_s = self.loop.time() + _MAX_START_S
         while not self.is_whole:
+            assert self.loop.time() < end_s, "it has not started"
             await asyncio.sleep(0.05)
 
     def add(self, kind: str, machine: str) -> Part:
