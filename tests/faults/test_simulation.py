@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
-from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn
+from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn, size_of
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
@@ -36,7 +36,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.mark.timeout(900)
 def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     counts, num_pool = Counter[str](), len(pool.questions)
-    sizes = ["large" if seed % LARGE_EVERY == 0 else "small" for seed in range(NUM_SEEDS)]
+    sizes = ["large" if seed % LARGE_EVERY == 0 else size_of(seed) for seed in range(NUM_SEEDS)]
     plans = [drawn(seed, num_pool, size=size) for seed, size in enumerate(sizes)]
     num_asked = sum(len(plan.asked) for plan in plans)
     for plan in plans:
