@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from epd.serve_app.network.worker_server import WorkerServer
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn, size_of
@@ -174,6 +176,15 @@ def test_a_front_that_a_view_on_its_way_does_not_show_takes_no_worker_with_it(po
     for seed in (2, 6, 9):
         plan = drawn(seed, len(pool.questions), "next boards", "small")
         assert not simulate(replace(plan, faults=()), pool).findings
+
+
+def test_a_world_that_does_not_start_is_a_finding(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(_server: WorkerServer) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(WorkerServer, "start", start)
+    (finding,) = simulate(drawn(6, len(pool.questions), size="small"), pool).findings
+    assert "it has not started" in finding
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
