@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
-from tests.faults.plan import AIMS, SIZES, FaultPlan, drawn
+from tests.faults.plan import AIMS, SIZES, FaultPlan, drawn, size_of
 from tests.faults.pool import Pool, build_pool, read_once, use_own_folder
 from tests.faults.simulation import Result, simulate
 
@@ -87,7 +87,7 @@ class Totals:
         errors = {name: num for name, num in sorted(counts.items()) if name.endswith("Error")}
         return (
             ("seeds", f"{self.num_seeds:,}"),
-            ("of them small worlds", f"{counts['small worlds']:,}"),
+            *((f"of them {size} worlds", f"{counts[f'{size} worlds']:,}") for size in ("middle", "small")),
             ("run twice, equal to the last bit", f"{counts['equal runs']:,}"),
             ("simulated hours", f"{self.virtual_s / 3600:.1f}"),
             ("processes struck, frozen or lost with a machine", f"{sum(counts[name] for name in _LOSSES):,}"),
@@ -144,7 +144,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds")
     parser.add_argument("--start", type=int, help="the first seed; by default the first that is not counted")
     parser.add_argument("--aim", choices=AIMS, default="", help="of all seeds; by default each has its own")
-    parser.add_argument("--size", choices=SIZES, default="large", help="of all worlds")
+    parser.add_argument("--size", choices=SIZES, default="", help="of all worlds; by default drawn for each")
     parser.add_argument("--twice", action="store_true", help="run each seed again, which must be equal")
     parser.add_argument("--only", help="numbers of the faults that are kept, with commas, of one seed")
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
@@ -154,7 +154,8 @@ def _parsed() -> argparse.Namespace:
 
 
 def _plan(seed: int, pool: Pool, arguments: argparse.Namespace) -> FaultPlan:
-    plan, only = drawn(seed, len(pool.questions), arguments.aim, arguments.size), arguments.only
+    size, only = arguments.size or size_of(seed), arguments.only
+    plan = drawn(seed, len(pool.questions), arguments.aim, size)
     kept = None if only is None else {int(each) for each in only.split(",") if each}
     for number in reversed(range(len(plan.faults))):
         if kept is not None and number not in kept:

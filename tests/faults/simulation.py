@@ -35,7 +35,6 @@ _MAX_ANSWER_S = 400.0  # virtual time of one request, whatever is lost
 _MAX_SETTLE_S = 120.0
 _MAX_CLOSE_S = 5.0
 _NEVER = ("loop_failures", "event_failures", "stalls")  # counters of a front that stay at zero
-_MAX_GARBAGE = 200_000  # objects of seeds before, until they are collected
 _MIN_BLAMED_LOSSES = 2  # workers that are lost before any request is blamed
 
 
@@ -215,8 +214,7 @@ class _Errors(logging.Handler):
 @contextmanager
 def _collector_off() -> Iterator[None]:
     """Keeps the collector from running at times that no seed decides, since it frees frames."""
-    if gc.get_count()[0] > _MAX_GARBAGE:
-        gc.collect()
+    gc.collect()
     gc.disable()
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from epd.serve_app.network.worker_server import WorkerServer
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
-from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn
+from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn, size_of
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
@@ -36,7 +38,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.mark.timeout(900)
 def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     counts, num_pool = Counter[str](), len(pool.questions)
-    sizes = ["large" if seed % LARGE_EVERY == 0 else "small" for seed in range(NUM_SEEDS)]
+    sizes = ["large" if seed % LARGE_EVERY == 0 else size_of(seed) for seed in range(NUM_SEEDS)]
     plans = [drawn(seed, num_pool, size=size) for seed, size in enumerate(sizes)]
     num_asked = sum(len(plan.asked) for plan in plans)
     for plan in plans:
@@ -174,6 +176,15 @@ def test_a_front_that_a_view_on_its_way_does_not_show_takes_no_worker_with_it(po
     for seed in (2, 6, 9):
         plan = drawn(seed, len(pool.questions), "next boards", "small")
         assert not simulate(replace(plan, faults=()), pool).findings
+
+
+def test_a_world_that_does_not_start_is_a_finding(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(_server: WorkerServer) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(WorkerServer, "start", start)
+    (finding,) = simulate(drawn(6, len(pool.questions), size="small"), pool).findings
+    assert "it has not started" in finding
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:

@@ -19,7 +19,6 @@ from random import Random, SystemRandom
 from typing import Any
 from unittest import mock
 
-from epd.serve_app.network import memory
 from epd.stages import device_memory
 
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
@@ -162,20 +161,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def _run_once(self) -> None:
-        """Calls back what is ready. With nothing ready, the clock moves to what comes next."""
+        """Calls back what is ready, until the loop stops. Where nothing is, the clock moves on."""
         ready, later = self._next, self._later
-        while later and later[0][2].is_cancelled:
-            heappop(later)
-        if not ready and not self._stopping:
-            if not later:
-                raise NothingLeftError
-            self._virtual.now_s = max(self._virtual.now_s, later[0][0])
-        while later and later[0][0] <= self._virtual.now_s:
-            ready.append(heappop(later)[2])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle.is_cancelled:
-                self._call(handle)
+        while True:
+            while later and later[0][2].is_cancelled:
+                heappop(later)
+            if not ready and not self._stopping:
+                if not later:
+                    raise NothingLeftError
+                self._virtual.now_s = max(self._virtual.now_s, later[0][0])
+            while later and later[0][0] <= self._virtual.now_s:
+                ready.append(heappop(later)[2])
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle.is_cancelled:
+                    self._call(handle)
+            if self._stopping:
+                return
 
     def _call(self, handle: _Handle) -> None:
         """Calls back, as far as the process of the context can be called."""
@@ -240,6 +242,15 @@ def _rng() -> Random:
     return SystemRandom() if process is None else process.rng
 
 
+def _uuid4() -> uuid.UUID:
+    return uuid.UUID(bytes=_rng().randbytes(16), version=4)
+
+
+def _much() -> int:
+    """Returns the bytes of a memory that never ends."""
+    return 1 << 60
+
+
 @contextmanager
 def decided(clock: Clock) -> Iterator[None]:
     """Takes all times and random names of this process from a simulation: the one place that replaces any.
@@ -253,10 +264,7 @@ def decided(clock: Clock) -> Iterator[None]:
         mock.patch.object(secrets, "token_hex", lambda num_bytes=32: _rng().randbytes(num_bytes).hex()),
         mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: _rng().randbytes(num_bytes)),
         mock.patch.object(secrets, "randbelow", lambda below: _rng().randrange(below)),
-        mock.patch.object(memory, "available_memory_bytes", return_value=1 << 60),
-        mock.patch.object(device_memory, "memory_limit_bytes", return_value=1 << 60),
-        mock.patch.object(
-            uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=_rng().randbytes(16), version=4)
-        ),
+        mock.patch.object(device_memory, "memory_limit_bytes", _much),
+        mock.patch.object(uuid, "uuid4", _uuid4),
     ):
         yield

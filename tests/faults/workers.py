@@ -182,6 +182,9 @@ class _MediaWorker(MediaWorker):
         self._loop.close()
 
 
+def _remove_none(_parent: Path, _prefix: str) -> None: ...
+
+
 class _SpoolFolder:
     """Stands for a folder that a lock marks as held, under another name: other simulations have its own."""
 
@@ -255,7 +258,7 @@ def no_threads() -> Iterator[None]:
         for module in (fair_threads, image_planner, media_worker):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _AtOnce))
         stack.enter_context(mock.patch.object(media_spool, "HeldFolder", _SpoolFolder))
-        stack.enter_context(mock.patch.object(media_spool, "remove_abandoned", lambda *_: None))
+        stack.enter_context(mock.patch.object(media_spool, "remove_abandoned", _remove_none))
         yield
 
 
