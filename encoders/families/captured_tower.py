@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epd.encoders.adapter import Grid
 from epd.encoders.device import device_of
 from epd.encoders.families.qwen_tower import StaticRuns, static_bounds
+from epd.encoders.plans import Grid
 
 # By `model_type` of their configurations. GLM's reads grids on the host, others have layers of their own.
 _CAPTURED = ("qwen2_5_vl_vision", "qwen3_vl_vision")
