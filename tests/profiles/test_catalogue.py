@@ -1,7 +1,7 @@
 """Models and devices that profiles are computed for: those of docs/models.md, and those of users.
 
 Modules: `epd/profiles/accelerators.py`, `epd/profiles/analytic.py`, `epd/profiles/configurations.py`,
-`epd/profiles/shapes.py`.
+`epd/profiles/processor_files.py`, `epd/profiles/shapes.py`.
 """
 
 from __future__ import annotations
