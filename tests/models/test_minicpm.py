@@ -25,7 +25,7 @@ from epd.encoders.reduction.reading import reduce_prompt
 from epd.engine_config import EngineConfig
 from epd.errors import MediaLimitError, RequestError, UnsupportedModelError
 from epd.pixel_limits import PixelLimits
-from epd.reduction import ReductionPolicy, TowerMerge
+from epd.reduction import ReductionPolicy
 from epd.serve_app.verification import verify
 from epd.stages.decoder.decoder import FusedDecoder, decoder_of
 from epd.stages.profiled_media import _Pictures
@@ -221,8 +221,6 @@ def test_what_it_cannot_do_is_refused_in_one_line(folder: Path) -> None:
         adapter.plan_video(FACTS, FrameSampling(fps=2.0))
     with pytest.raises(RequestError, match="max_pixels; allowed: none"):
         adapter.check_pixels([("image", PixelLimits(max_pixels=9))], None)
-    with pytest.raises(UnsupportedModelError, match="tower_share"):
-        adapter.tower_merger(torch.nn.Module(), TowerMerge(0.5))
 
 
 @pytest.mark.parametrize(

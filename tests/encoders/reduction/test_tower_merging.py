@@ -274,6 +274,10 @@ def test_cells_are_merged_as_behind_the_tower(height: int, width: int, share: fl
     torch.testing.assert_close(expanded.mean(1), cells.mean(1))
 
 
+# What towers that cannot merge do to patches.
+UNMERGED = {"gemma4": "pools", "minicpmv4_6": "joins", "minicpmv4_7": "joins"}
+
+
 def test_what_cannot_be_is_refused(families: dict[str, Family]) -> None:
     for share in (0.1, 1.1, float("nan")):
         with pytest.raises(RequestError, match="tower_share"):
@@ -285,11 +289,12 @@ def test_what_cannot_be_is_refused(families: dict[str, Family]) -> None:
     assert tower_merge(None, None) is None
     assert tower_merge(1.0, None) == TowerMerge(1.0)
     for name, family in families.items():
-        if name != "gemma4":
+        if name not in UNMERGED:
             with pytest.raises(RequestError, match=r"allowed: 1 to [12], below"):
                 FrameEncoder(family.adapter, family.tower, merge=TowerMerge(0.5, 50))
-    with pytest.raises(UnsupportedModelError, match="pools patches by their places"):
-        FrameEncoder(families["gemma4"].adapter, families["gemma4"].tower, merge=TowerMerge(0.5))
+    for name, why in UNMERGED.items():
+        with pytest.raises(UnsupportedModelError, match=f"{why} patches by their places"):
+            FrameEncoder(families[name].adapter, families[name].tower, merge=TowerMerge(0.5))
 
 
 def test_a_model_that_takes_an_earlier_layer_is_refused(families: dict[str, Family]) -> None:
