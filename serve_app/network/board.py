@@ -151,12 +151,12 @@ class Board:
         """Declares accused members lost, those with most accusers first.
 
         Others end their links to a member that is lost, which looks to it as if all of them were: it accuses
-        nobody. A board that was restarted knows it by its many accusers.
+        nobody. A board that was restarted knows it by its many accusers, or does not know it at all.
         """
         accusations, self._accusations = self._accusations, []
         numbers = Counter(epoch for epoch, _ in {(epoch, accuser) for epoch, _, accuser in accusations})
         for epoch, reason, accuser in sorted(accusations, key=lambda each: -numbers[each[0]]):
-            if accuser not in self._ended:
+            if not accuser or accuser in self._entries:
                 self._lose(epoch, reason)
 
     def _is_of_former(self, member: Member, seen: int) -> bool:

@@ -244,20 +244,20 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result
         asyncio.set_event_loop(loop)
         world = World(loop, clock, plan, pool.model, trace)
         run = _Run(plan, pool.questions, world, result)
-        try:
-            with (
-                mock.patch.object(worker_server, "WorkerThread", simulated_thread(world)),
-                mock.patch.object(ProcessConnector, "pool_of", simulated_pool_of(world)),
-            ):
+        with (
+            mock.patch.object(worker_server, "WorkerThread", simulated_thread(world)),
+            mock.patch.object(ProcessConnector, "pool_of", simulated_pool_of(world)),
+        ):
+            try:
                 loop.run_until_complete(run.run())
                 result.digest, result.virtual_s = trace.digest, clock.elapsed_s
-        except NothingLeftError:
-            run.found("nothing is left to do, and something is awaited")
-        except Exception as error:  # noqa: BLE001 - a finding too
-            run.found(f"the simulation: {''.join(traceback.format_exception(error))[-2000:]}")
-        finally:
-            errors.is_over = True
-            _end(loop, world)
+            except NothingLeftError:
+                run.found("nothing is left to do, and something is awaited")
+            except Exception as error:  # noqa: BLE001 - a finding too
+                run.found(f"the simulation: {''.join(traceback.format_exception(error))[-2000:]}")
+            finally:
+                errors.is_over = True
+                _end(loop, world)  # in which workers still start
     return result
 
 

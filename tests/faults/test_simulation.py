@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from epd.serve_app.network.worker_server import WorkerServer
+from epd.serve_app.worker.worker_thread import WorkerThread
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn, size_of
@@ -147,6 +148,15 @@ def test_a_front_that_continues_while_the_next_board_regroups_takes_no_worker_wi
         assert _ended(capsys.readouterr().out) == ["board", "front2 front2 it was declared lost"]
 
 
+def test_a_front_that_the_next_board_has_never_heard_takes_no_worker_with_it(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was silent from before the end of the former board until after the next one had regrouped."""
+    plan = replace(_frozen(pool, 0.95, Fault(1.5, "board", other=0.9)), num_fronts=1)
+    assert not simulate(plan, pool, is_printed=True).findings
+    assert _ended(capsys.readouterr().out) == ["board", "front1 front1 it was declared lost"]
+
+
 def test_of_a_worker_and_the_one_that_has_its_place_the_later_stays_with_the_next_board(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +195,16 @@ def test_a_world_that_does_not_start_is_a_finding(pool: Pool, monkeypatch: pytes
     monkeypatch.setattr(WorkerServer, "start", start)
     (finding,) = simulate(drawn(6, len(pool.questions), size="small"), pool).findings
     assert "it has not started" in finding
+
+
+def test_a_worker_that_starts_at_the_end_of_a_simulation_has_no_thread(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on in the next simulation."""
+    begun: list[str] = []
+    monkeypatch.setattr(WorkerThread, "_run", lambda thread: begun.append(thread.name))
+    assert not simulate(drawn(500_115, len(pool.questions), size="small"), pool).findings
+    assert begun == []
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
