@@ -48,6 +48,8 @@ GB = 10**9
 ON_GPU = Placement(torch.device("cuda:0"), torch.bfloat16)
 GENERATION: Any = None
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")
+
 
 def tokens(memory: GPUMemory, **changed: Any) -> int:
     values: dict[str, Any] = {
