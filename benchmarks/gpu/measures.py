@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu.between import between_processes
 from benchmarks.gpu.checkpoint import write_full
+from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup, room_bytes
 from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
@@ -243,12 +244,14 @@ def encode(setup: Setup) -> Iterator[Row]:
             runs = [encoder.patches(frames, plan)]
             encode_s = setup.seconds(partial(encoder.encode, runs))
             replayed_s = setup.seconds(partial(replaying.encode, runs))
+            ours, theirs = (each.encode(runs)[0].rows.float() for each in (replaying, encoder))
         yield {
             "units": units,
             "patches": plan.grid.num_patches,
             "patches ms": round(patches_s * 1e3, 2),
             "tower ms": round(encode_s * 1e3, 2),
             "replayed ms": round(replayed_s * 1e3, 2),
+            OK: bool((ours - theirs).abs().max() <= 2e-2 * theirs.abs().max()),
             "TFLOP/s": round(_tower_operations(tower, plan) / encode_s / 1e12, 3),
         }
 

@@ -7,9 +7,11 @@ blocks    FP8 times FP8, with a scale for each 128 columns of a row, and for blo
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,8 @@ from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, fp8_rows_p
 from epd.stages.loading.merged_weights import merged
 from epd.stages.loading.quantized_forms import TensorForm
 from epd.stages.loading.weight_files import StoredTensor
+
+logger = logging.getLogger(__name__)
 
 # Rows of AWQ that share a word of a file.
 _AWQ_ROWS = 8
@@ -184,9 +188,24 @@ def fp8_kinds(device: torch.device) -> tuple[Fp8Kind, ...]:
     if device.type != "cuda":
         return ("rows",)
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] == _FP8_BLOCKS:
-        return "rows", "blocks"
-    return ("rows",) if capability >= _FP8_ROWS else ()
+    has: dict[Fp8Kind, bool] = {"rows": capability >= _FP8_ROWS, "blocks": capability[0] == _FP8_BLOCKS}
+    return tuple(kind for kind in has if has[kind] and can_multiply(kind, device))
+
+
+@cache
+@torch.inference_mode()
+def can_multiply(kind: Fp8Kind, device: torch.device) -> bool:
+    """Multiplies ones once, and reports whether it went well: the libraries of torch may lack a product."""
+    block = (1, 512) if kind == "rows" else FP8_BLOCK
+    values = torch.ones(256, 512, device=device).to(torch.float8_e4m3fn)
+    scales = torch.ones(256 // block[0], 512 // block[1], device=device)
+    rows = torch.ones(5, 512, dtype=torch.bfloat16, device=device)
+    try:
+        product = Fp8Product.of(Fp8Matrix(values, scales, *block), kind, None)(rows)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("no FP8 products by %s on %s: %s", kind, device, str(error).partition("\n")[0])
+        return False
+    return bool((product == 512).all())
 
 
 def products_text(model: nn.Module) -> str:

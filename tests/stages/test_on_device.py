@@ -279,6 +279,7 @@ def test_in_fp8_nothing_waits_for_scales(
 ) -> None:
     """Those of rows are computed on the device, in prefill and in decodes that are captured."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    monkeypatch.setattr("epd.stages.loading.quantized_linear.can_multiply", lambda *_: True)
     device = OnDevice(families["qwen2_5_vl"], cuda)
     with cuda.unchecked():
         device.model = to_fp8(model_like(device.family.model.config))

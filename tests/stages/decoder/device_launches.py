@@ -86,6 +86,7 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
         stack.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
         stack.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
         stack.enter_context(patch("torch.cuda.get_device_capability", lambda _: (9, 0)))
+        stack.enter_context(patch("epd.stages.loading.quantized_linear.can_multiply", lambda *_: True))
         return recorded(launch), operations.names
 
 

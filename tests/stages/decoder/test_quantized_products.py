@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, fp8_rows_plain, multiply_plain
+from epd.stages.loading import quantized_linear
 from epd.stages.loading.quantized_forms import TensorForm
-from epd.stages.loading.quantized_linear import Fp8Product, QuantizedLinear
+from epd.stages.loading.quantized_linear import Fp8Product, QuantizedLinear, can_multiply
 from tests.stages.decoder.quantized_matrices import fp8_matrix, in_float64, int4_matrix, moved
 from tests.stages.decoder.test_fusions import drawn, on_gpu
 
@@ -227,6 +228,16 @@ def test_the_device_decides_how_a_matrix_is_multiplied(
     module = QuantizedLinear(linear, parts, is_weight_only=rows_in == "nowhere")
     assert module.fp8_kind == on_cpu
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda"))
+    monkeypatch.setattr(quantized_linear, "can_multiply", lambda *_: True)
     for capability, kind in by_capability.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, known=capability: known)
         assert module.fp8_kind == kind, capability
+
+
+def test_a_product_that_torch_lacks_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """As a CPU's, which has none by blocks."""
+    cpu = torch.device("cpu")
+    assert can_multiply("rows", cpu)
+    assert not caplog.messages
+    assert not can_multiply("blocks", cpu)
+    assert "no FP8 products by blocks on cpu: " in caplog.text
