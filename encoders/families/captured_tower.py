@@ -9,6 +9,7 @@ that of a batch as any other, and its own rows are the first:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from epd.encoders.device import device_of
 from epd.encoders.families.qwen_tower import StaticRuns, static_bounds
 from epd.encoders.plans import Grid
+
+logger = logging.getLogger(__name__)
 
 # By `model_type` of their configurations. GLM's reads grids on the host, others have layers of their own.
 _CAPTURED = ("qwen2_5_vl_vision", "qwen3_vl_vision")
@@ -34,11 +37,16 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 @torch.inference_mode()
 def captured(family: Any, tower: Any, capture: Capture, max_patches: int) -> CapturedTower | None:
-    """Captures small calls of a family's tower; None for one that cannot be."""
+    """Captures small calls of a family's tower; None for one that cannot be, with a warning if it should."""
     model_type = getattr(getattr(tower, "config", None), "model_type", None)
-    return (
-        CapturedTower(tower, family.tower_inputs, capture, max_patches) if model_type in _CAPTURED else None
-    )
+    if model_type not in _CAPTURED:
+        return None
+    try:
+        return CapturedTower(tower, family.tower_inputs, capture, max_patches)
+    except RuntimeError as error:  # of a driver or a kernel
+        reason = str(error).partition("\n")[0]
+        logger.warning("calls of a %s tower are launched as they are, not replayed: %s", model_type, reason)
+        return None
 
 
 class CapturedTower(nn.Module):

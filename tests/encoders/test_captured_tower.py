@@ -119,6 +119,17 @@ def test_other_towers_are_not_captured(families: dict[str, Family]) -> None:
         assert captured(family.adapter, family.tower, Repeats().capture, 256) is None
 
 
+def test_a_device_that_captures_nothing_launches_the_tower(
+    families: dict[str, Family], caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(_run: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    family = families["qwen3_vl"]
+    assert captured(family.adapter, family.tower, capture, 256) is None
+    assert "not permitted when stream is capturing" in caplog.text
+
+
 class Replays:
     """The same on a device that computes nothing: one launch."""
 
