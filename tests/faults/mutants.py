@@ -180,6 +180,10 @@ MUTANTS = (
         _BOARD, "sorted(accusations, key=lambda each: -numbers[each[0]])", "accusations",
     ),
     Mutant(
+        "believes an accuser that it does not know", "board",
+        _BOARD, "not accuser or accuser in self._entries", "accuser not in self._ended",
+    ),
+    Mutant(
         "drops a front that is newer than a view", "anything",
         "serve_app/network/members.py", "if since > view.version", "if False",
     ),
