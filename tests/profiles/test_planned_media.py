@@ -1,4 +1,7 @@
-"""Media as a profile plans them, against the adapter that a server plans them with, over drawn media."""
+"""Media as a profile plans them, against the adapter that a server plans them with, over drawn media.
+
+Modules: `epd/profiles/processor_files.py`.
+"""
 
 from __future__ import annotations
 
