@@ -187,7 +187,8 @@ class DecodeStage:
         )
         if ticket is not None:
             self._arriving[request_id] = _Arriving(identity, sender, sampling.n, num_dropped)
-            self.engine.grammars.matcher(sampling.grammar)  # built by the time that the request arrives
+            if sampling.grammar:
+                self.engine.grammars.start(sampling.grammar)  # built by the time that the request arrives
         return ticket
 
     @property

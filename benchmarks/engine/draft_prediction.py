@@ -25,10 +25,10 @@ from benchmarks.planning.planner import deployment_of, rate_of
 from benchmarks.reporting import Row, Section, run_sections, setting
 from benchmarks.score.app_costs import median
 from benchmarks.score.live_app import LiveApp, live_app
+from benchmarks.score.shared_cores import HostedProfile
 from benchmarks.serving.caches import local_options, profile_asked_for
 from epd.bench.media import MediaLibrary
-from epd.profiles.profile import Profile
-from epd.simulate import JobMaker, Simulation
+from epd.simulate import JobMaker
 from epd.simulate.drafting import DraftPlan, acceptance_of
 from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
@@ -60,9 +60,9 @@ def workload_at(num_requests: int, rate: float) -> Workload:
     return load_workload(None, {"rate": rate, "num_requests": num_requests, "mix": [PART]}).resolve()
 
 
-def simulated(profile: Profile, topology: str, workload: Workload, drafts: DraftPlan | None) -> Outcome:
+def simulated(profile: HostedProfile, topology: str, workload: Workload, drafts: DraftPlan | None) -> Outcome:
     deployment = replace(deployment_of(topology), drafts=drafts)
-    result = Simulation(profile, deployment).run(JobMaker(profile).jobs(workload.requests(SEED)))
+    result = profile.simulation(deployment).run(JobMaker(profile).jobs(workload.requests(SEED)))
     return Outcome(result.tokens_per_pass, median(result.tpot_s))
 
 
@@ -107,7 +107,7 @@ def acceptances() -> dict[str, float]:
         }
 
 
-def rows_of(profile: Profile) -> list[Row]:
+def rows_of(profile: HostedProfile) -> list[Row]:
     found, rows = acceptances(), []
     for topology in TOPOLOGIES:
         workload = workload_at(NUM_REQUESTS, rate_of(profile, topology, PART, LOAD))

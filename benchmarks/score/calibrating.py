@@ -17,9 +17,11 @@ from benchmarks.score.app_costs import Figures, median
 from benchmarks.score.shared_cores import WAYS, HostCosts, HostedProfile
 from benchmarks.score.speed import at_speed
 from epd.profiles.cost import nonnegative_fit
+from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job, JobMaker
+from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
 from epd.types import Float64Array
 from epd.workload.requests import Workload
@@ -58,10 +60,11 @@ def kept_job(job: Job, retention: float) -> Job:
 
 
 def simulated_figures(
-    profile: HostedProfile, deployment: Deployment, workload: Workload, seed: int, *, retention: float = 1.0
+    profile: Profile, deployment: Deployment, workload: Workload, seed: int, *, retention: float = 1.0
 ) -> Figures:
     """Returns the figures of the same requests in the simulator. retention: share of visual tokens kept."""
-    simulation = profile.simulation(deployment)
+    is_hosted = isinstance(profile, HostedProfile)
+    simulation = profile.simulation(deployment) if is_hosted else Simulation(profile, deployment)
     jobs = JobMaker(profile).jobs(workload.requests(seed))
     result = simulation.run(jobs if retention == 1 else (kept_job(job, retention) for job in jobs))
     rows = result.rows

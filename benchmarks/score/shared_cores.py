@@ -130,9 +130,13 @@ class HostedProfile(Profile):
     def simulation(self, deployment: Deployment, *, has_spans: bool = False) -> Simulation:
         """Returns a simulation on shared cores: steps share them with others, so none has a known length."""
         encode, prefill, decode = self.host.in_worker(self.encode, self.prefill, self.decode)
+        drafts = deployment.drafts
+        if drafts is not None and (per_unit_s := decode.cost.per_unit_s):
+            # The application's worker does nothing for a drafted token.
+            drafts = replace(drafts, units=max(0.0, 1 - self.host.sequence_s / per_unit_s))
         return Simulation(
             replace(self, encode=encode, prefill=prefill, decode=decode),
-            replace(deployment, is_stepwise=True),
+            replace(deployment, is_stepwise=True, drafts=drafts),
             has_spans=has_spans,
             machine=partial(SharedCores, costs=self.host),
         )

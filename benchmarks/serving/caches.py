@@ -23,10 +23,9 @@ from benchmarks.planning.planner import NUM_KV_TOKENS, deployment_of, rate_of
 from benchmarks.reporting import Row, Section, run_sections, setting
 from benchmarks.score.app_costs import median
 from benchmarks.score.live_app import LiveApp, live_app
+from benchmarks.score.shared_cores import HostedProfile, read_profile
 from epd.bench.media import MediaLibrary
-from epd.profiles.files import load_profile
-from epd.profiles.profile import Profile
-from epd.simulate import Job, JobMaker, Simulation
+from epd.simulate import Job, JobMaker
 from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
@@ -64,15 +63,15 @@ def workload_at(name: str, rate: float) -> Workload:
     return load_workload(None, fields).resolve()
 
 
-def simulated(profile: Profile, topology: str, workload: Workload) -> Outcome:
+def simulated(profile: HostedProfile, topology: str, workload: Workload) -> Outcome:
     jobs = list(JobMaker(profile).jobs(workload.requests(SEED)))
     deployment = replace(deployment_of(topology), enable_prefix_caching=True)
-    result = Simulation(profile, deployment).run(jobs)
+    result = profile.simulation(deployment).run(jobs)
     num_new = result.rows["prompt_tokens"] - result.rows["cached_tokens"]
     return Outcome(result.num_encoded, int((num_new < NEW_TOKENS).sum()), *_times(jobs, list(result.ttft_s)))
 
 
-def live(app: LiveApp, library: MediaLibrary, profile: Profile, workload: Workload) -> Outcome:
+def live(app: LiveApp, library: MediaLibrary, profile: HostedProfile, workload: Workload) -> Outcome:
     jobs = list(JobMaker(profile).jobs(workload.requests(SEED)))
     before = app.counter(_ENCODED)
     result = app.send(workload, library, seed=SEED)
@@ -99,7 +98,7 @@ def local_options(topology: str) -> list[str]:
     return ["--local", "--topology", topology, *sizes]
 
 
-def rows_of(profile: Profile) -> list[Row]:
+def rows_of(profile: HostedProfile) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="epd-caches-") as folder:
         library = MediaLibrary(Path(folder) / "media", write_scene)
@@ -110,7 +109,7 @@ def rows_of(profile: Profile) -> list[Row]:
     return rows
 
 
-def _row(profile: Profile, app: LiveApp, library: MediaLibrary, topology: str, name: str) -> Row:
+def _row(profile: HostedProfile, app: LiveApp, library: MediaLibrary, topology: str, name: str) -> Row:
     app.send(load_workload(None, {"num_requests": 4, "rate": 2.0}).resolve(), library, seed=SEED - 1)
     workload = workload_at(name, rate_of(profile, topology, WORKLOADS[name]["mix"][0], LOAD))
     there, here = live(app, library, profile, workload), simulated(profile, topology, workload)
@@ -125,7 +124,7 @@ def _row(profile: Profile, app: LiveApp, library: MediaLibrary, topology: str, n
     return row
 
 
-def profile_asked_for(description: str | None) -> Profile:
+def profile_asked_for(description: str | None) -> HostedProfile:
     """Returns the profile that the command names, else measures one."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -134,12 +133,12 @@ def profile_asked_for(description: str | None) -> Profile:
     path = parser.parse_args().profile
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if path is not None:
-        return load_profile(str(path))
+        return read_profile(path)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
         command = [sys.executable, "-m", "benchmarks.score.app_profile", "--out", str(file)]
         subprocess.run(command, check=True)
-        return load_profile(str(file))
+        return read_profile(file)
 
 
 def main() -> None:

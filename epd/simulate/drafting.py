@@ -28,10 +28,14 @@ def acceptance_of(tokens_per_pass: float, max_draft: int = DEFAULT_MAX_DRAFT) ->
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """Says what drafts are worth. acceptance: how often a token holds; max_draft: see `DraftConfig`."""
+    """Says what drafts are worth. acceptance: how often a token holds; max_draft: see `DraftConfig`.
+
+    units: that a drafted token costs a pass, in sequences
+    """
 
     acceptance: float
     max_draft: int = DEFAULT_MAX_DRAFT
+    units: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:

@@ -32,8 +32,9 @@ from epd.types import ceil_div
 class PassTicks:
     """Computes the ticks of a forward pass."""
 
-    def __init__(self, profile: Profile, factor: float = 1.0) -> None:
+    def __init__(self, profile: Profile, factor: float = 1.0, drafts: DraftPlan | None = None) -> None:
         """Multiplies the costs of passes, and not of what moves, by the factor."""
+        self._draft_units = 1.0 if drafts is None else drafts.units
         self._prefill = profile.prefill.cost.times(factor)
         self._decode = profile.decode.cost.times(factor)
         self._restore = profile.transfer.cost
@@ -53,7 +54,7 @@ class PassTicks:
         for chunk in output.chunks:
             length = chunk.stop - chunk.start
             if chunk.request.is_decoding:
-                num_decodes += 1 + chunk.num_drafts
+                num_decodes += 1 + self._draft_units * chunk.num_drafts
                 num_context += chunk.stop
             else:
                 num_tokens += length
@@ -69,7 +70,7 @@ class PassTicks:
     def riding(self, output: SchedulerOutput) -> int:
         """Returns the cost that decodes add to a pass with prefill chunks."""
         decodes = [chunk for chunk in output.chunks if chunk.request.is_decoding]
-        num_tokens = sum(1 + chunk.num_drafts for chunk in decodes)
+        num_tokens = sum(1 + self._draft_units * chunk.num_drafts for chunk in decodes)
         context = sum(chunk.stop for chunk in decodes)
         return ticks_of(self._decode.added_s * num_tokens) + self.per_context * context
 
@@ -109,7 +110,7 @@ class LanguageSide:
         self.scheduler = Scheduler(config, self.kv)
         self.num_arriving = 0
         self.num_held = 0
-        self._alone, self._beside = PassTicks(profile), PassTicks(profile, profile.beside)
+        self._alone, self._beside = (PassTicks(profile, factor, drafts) for factor in (1.0, profile.beside))
         self._cost = self._alone
         self._hands_over = hands_over
         self._is_stepwise = is_stepwise or drafts is not None  # steps differ in what they draft

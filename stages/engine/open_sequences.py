@@ -235,9 +235,8 @@ class SequenceMaker:
     def _made(
         self, request: GenerateRequest, index: int, visual: VisualInputs, ends: AnswerEnds
     ) -> TokenSequence:
-        matcher = self.grammars.matcher(
-            request.sampling.grammar if request.extent is not Extent.MEDIA else ""
-        )
+        grammar = "" if request.extent is Extent.MEDIA else request.sampling.grammar
+        matcher = self.grammars.matcher(grammar) if grammar else None
         drafts = self.drafting.for_sequence() if self.drafting else None
         text = TextStream(self._tokenizer, request.sampling, ends)
         sequence = TokenSequence(request, index, text, visual, self._longest(request), matcher, drafts)

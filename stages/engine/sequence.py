@@ -99,8 +99,9 @@ class TokenSequence:
         self._matcher = matcher
         self.visual = visual
         num_prompt = request.num_prompt_tokens
-        windows = [] if request.parent else list(window_inputs(request.prompt))
-        self.view = None if request.extent is Extent.MEDIA else view_of(request.prompt)
+        is_reduced = request.prompt.reduction is not None
+        windows = list(window_inputs(request.prompt)) if is_reduced and not request.parent else []
+        self.view = view_of(request.prompt) if is_reduced and request.extent is not Extent.MEDIA else None
         self._windows = {window.pruned.start: window for window in windows}
         self.scheduled = ScheduledRequest(
             request_id=sequence_id(request.request_id, index),

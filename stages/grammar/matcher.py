@@ -42,9 +42,9 @@ class GrammarBuilder:
         self._eos_ids = eos_ids
         self._kept: OrderedDict[str, Future[BuiltGrammar]] = OrderedDict()
 
-    def matcher(self, grammar: str) -> TokenMatcher | None:
-        """Returns a matcher of a new answer at once, its grammar may still be in the making; None for ""."""
-        return TokenMatcher(self.start(grammar)) if grammar else None
+    def matcher(self, grammar: str) -> TokenMatcher:
+        """Returns a matcher of a new answer at once; its grammar may still be in the making."""
+        return TokenMatcher(self.start(grammar))
 
     def start(self, grammar: str) -> Future[BuiltGrammar]:
         """Starts building a grammar, unless it is kept or in the making."""

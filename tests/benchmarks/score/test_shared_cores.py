@@ -32,9 +32,10 @@ from epd.profiles.measuring import core_speed
 from epd.profiles.profile import Profile, PromptRule
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
+from epd.simulate.drafting import DraftPlan
 from epd.topology import parse_topology
 from epd.workload.config import load_workload
-from tests.simulate.test_simulation import PROFILE, jobs, plain_profile
+from tests.simulate.test_simulation import PROFILE, flat, jobs, plain_profile
 
 FREE = HostCosts(num_cores=2, idle_cores=0.0)
 
@@ -285,3 +286,16 @@ def test_a_batch_counts_once_for_a_request() -> None:
     spans = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
     result = spans.run(jobs(profile, 1, images="3", image_size="448x448"))
     assert rows["encode_ticks"][0] == sum(span.ticks for span in result.spans if span.name == "encode")
+
+
+def test_a_drafted_token_costs_the_application_no_sequence() -> None:
+    """Of 5 ms for each sequence in a step, 4 are the application's."""
+    profile = replace(plain_profile(), decode=replace(PROFILE.decode, cost=flat(0.01, 0.001)))
+    hosted = HostedProfile.of(profile, HostCosts(2, 0.0, sequence_s=0.004))
+    work = [replace(job, due=job.due * 1000) for job in jobs(profile, 30, images="0", output_tokens="401")]
+    plain, drafted = (
+        hosted.simulation(Deployment(parse_topology("1epd"), drafts=plan)).run(work)
+        for plan in (None, DraftPlan(1.0, 8))
+    )
+    assert plain.tpot_s[-1] == pytest.approx(0.015)
+    assert drafted.tpot_s[-1] == pytest.approx((0.015 + 8 * 0.001) / 9, rel=0.1)
