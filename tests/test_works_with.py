@@ -18,7 +18,7 @@ _IS_SOAK = bool(os.environ.get("EPD_SOAK"))
 # Of pairs, of triples, and of triples with tensor parallelism, each with a server of its own over HTTP.
 _NUM_DRAWN = 30 if _IS_SOAK else 2
 # Servers with so many features of theirs, which are asked with all that questions can have. `make soak`: all.
-_NUM_SERVERS = {0: 1, 1: 11, 2: 12, 3: 18}
+_NUM_SERVERS = {0: 1, 1: 12, 2: 12, 3: 17}
 _NAMED = {each.name: each for each in FEATURES}
 
 
