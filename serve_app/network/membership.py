@@ -131,9 +131,16 @@ class Membership:
             await self._listener.close()
 
     async def accuse(self, epoch: str, reason: str) -> None:
-        """Declares another member lost."""
+        """Declares another member lost.
+
+        A board that takes the place of one that ended meanwhile hears of it once it shows that member: first
+        it must hear of this one, as it does not while this one waits for it.
+        """
         self._lost.set(epoch, True)
-        await self._surely(lambda: self._board.accuse(epoch, reason, self.epoch))
+        try:
+            await self._board.accuse(epoch, reason, self.epoch)
+        except UnavailableError as error:
+            logger.info("the board was not told of a loss: %s", error)
 
     async def _follow_once(self) -> None:
         self.set(**self.describe())

@@ -19,7 +19,7 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine
 from tests.draws import same_draws
-from tests.encoders.conftest import families, family
+from tests.encoders.conftest import families, family, tiled_or_not
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_gemma import GEMMA4_EXPERTS, GEMMA4_SMALL, build_gemma3, build_gemma4
 from tests.encoders.tiny_generic import build_glm4v, build_glm4v_moe
@@ -32,7 +32,7 @@ from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
 from tests.tiny_models import EXPERTS, build_qwen3_5, load_reference
 from tests.video.plain_decoder import reference_decode
 
-__all__ = ["families", "family", "same_draws"]
+__all__ = ["families", "family", "same_draws", "tiled_or_not"]
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
 # Whose layers have a recurrent state, with experts too.

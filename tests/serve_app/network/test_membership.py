@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 
+from epd.errors import UnavailableError
 from epd.serve_app.fleet import state_after
 from epd.serve_app.network import board as boards
 from epd.serve_app.network.board import Board
@@ -108,6 +109,24 @@ def test_members_that_leave_are_not_ended(
 
     asyncio.run(run())
     assert ended == [1_000_001]
+
+
+def test_a_member_follows_a_restarted_board_before_it_accuses_others_there() -> None:
+    """The board judges seconds after all have called it, and takes back none that calls later."""
+    told: list[str] = []
+
+    class Ending(Board):
+        async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:  # noqa: ARG002
+            assert not told, "it waits for the next board"
+            told.append(epoch)
+            raise UnavailableError("the board is gone")
+
+    async def run() -> None:
+        member = Membership(Ending(hang_s=NEVER_S), "front", ProcessAddress("127.0.0.1", "here"))
+        await member.accuse("other", "its link has ended")
+
+    asyncio.run(run())
+    assert told == ["other"]
 
 
 def test_a_time_in_which_the_board_had_no_core_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:

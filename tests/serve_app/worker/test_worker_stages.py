@@ -77,6 +77,6 @@ def test_stages_of_a_worker_learn_of_a_disk_from_each_other(
     assert embeddings is not None
     now_s = time.monotonic()
     keys._files.note_read("disk", 1 << 20, now_s - 2.0)
-    assert embeddings._files.seconds("disk", 1 << 20) == pytest.approx(2.0, rel=0.1)
+    assert embeddings.units.files.seconds("disk", 1 << 20) == pytest.approx(2.0, rel=0.1)
     encode.close()
     prefill.engine.close()
