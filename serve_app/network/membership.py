@@ -98,7 +98,8 @@ class Membership:
     async def update(self, **changes: Any) -> None:
         """Changes fields of this member, and registers them at once."""
         self._member = replace(self.member, **changes)
-        await self._surely(lambda: self._board.follow(self.member, -1, self.credentials))
+        with suppress(UnavailableError):  # it has left, and the board is being restarted
+            await self._surely(lambda: self._board.follow(self.member, -1, self.credentials))
 
     def set(self, **changes: Any) -> None:
         """Changes fields of this member, of which the next call informs the board."""

@@ -82,6 +82,12 @@ def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, pool: Pool) -> 
         assert not simulate(replace(plan, faults=tuple(kept)), pool).findings
 
 
+@pytest.mark.parametrize("seed", [1888, 2040])
+def test_small_worlds_that_found_a_fault_find_none(seed: int, pool: Pool) -> None:
+    """A worker leaves, and a front accuses another member, while the board is being restarted."""
+    assert not simulate(drawn(seed, len(pool.questions), "anything", "small"), pool).findings
+
+
 def test_a_prompt_whose_answer_was_moved_is_freed_when_the_worker_that_had_it_is_lost(pool: Pool) -> None:
     """Its prefill worker never gets the receipts, and the request decodes elsewhere by then."""
     plan, long = drawn(7, len(pool.questions), "anything"), 24
