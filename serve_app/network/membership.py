@@ -141,7 +141,7 @@ class Membership:
         try:
             await self._board.accuse(epoch, reason, self.epoch)
         except UnavailableError as error:
-            logger.info("the board was not told of a loss: %s", error)
+            logger.info("the board has not heard of a loss: %s", error)
 
     async def _follow_once(self) -> None:
         self.set(**self.describe())
