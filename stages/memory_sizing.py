@@ -200,19 +200,16 @@ def measured_kv_tokens(
     )
     gc.collect()  # pools of roles that were given up
     torch.cuda.empty_cache()
-    kind = passes, tower is not None
-    activation_bytes = None if known is None else known.get(kind)
-    if activation_bytes is None:
-        activation_bytes = _pass_bytes(model, tower, adapter, settings, device, passes, share.name, ranks)
-    if known is not None:
-        known[kind] = activation_bytes
+    known = {} if known is None else known
+    if (kind := (passes, tower is not None)) not in known:
+        known[kind] = _pass_bytes(model, tower, adapter, settings, device, passes, share.name, ranks)
     states = states_shape(model, passes.num_seqs)
     memory, fixed_bytes = memory_of(device), share.embedding_bytes + (states.num_bytes if states else 0)
 
     def num_tokens_beside(num_bytes: int, bytes_per_token: int) -> int:
         return kv_tokens_beside(
             memory,
-            activation_bytes,
+            known[kind],
             fixed_bytes + num_bytes,
             bytes_per_token,
             share.options.gpu_memory_utilization,
