@@ -58,7 +58,7 @@ def client(app: RealApp) -> Iterator[OpenAI]:
 
 def test_drawn_schemas_get_valid_documents_from_preempted_answers() -> None:
     """`python -m benchmarks.serving.structured` draws 1,000."""
-    row = schema_row(20, seed=7, num_kv_tokens=576)
+    row = schema_row(20, seed=7, num_kv_tokens=256)
     assert row["valid documents"] == 20
     assert row["preemptions"] > 0
 
