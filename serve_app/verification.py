@@ -25,12 +25,12 @@ from epd import video
 from epd.encoders import Adapter, Embeddings, FrameSampling, MediaPlan, PromptPlan, concatenated, load_adapter
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import published
-from epd.encoders.device import arrays_to_device, device_of, to_host
+from epd.encoders.device import device_of, to_host
 from epd.encoders.sampling import shown_metadata
 from epd.engine_config import EngineConfig
 from epd.serve_app.llm import LLM
 from epd.stages.decoder.decoder import DecoderInputs
-from epd.stages.engine.model_runner import ModelRunner, PassInputs
+from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.setup import BLOCK_SIZE, kv_shape
 from epd.stages.loading.weights import load_role
@@ -340,15 +340,21 @@ class LayerProbe(ModelRunner):
         """Returns the input of layer `num_layers`, [T, C]; of all layers, what their norm gives."""
         segments = self._segments(segment)
         packed = self.packed(segments)
-        arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
-        given = PassInputs(*arrays_to_device(arrays, self._device))
+        given = self._inputs(packed)
         embeds, visual = self._embedded(visual_of(segments), given)
         if num_layers == 0:
             return embeds
         plans = self._plans(packed.batches, segments)
         paged = self._caches_of(plans, self._states_of(packed))
         prompt_ids = self._prompt_ids(packed, given.token_ids)
-        inputs = DecoderInputs(given.positions, paged, given.visual_rows, visual, prompt_ids=prompt_ids)
+        inputs = DecoderInputs(
+            given.positions,
+            paged,
+            given.visual_rows,
+            visual,
+            prompt_ids=prompt_ids,
+            token_ids=given.token_ids,
+        )
         return self._decoder.run(embeds, inputs, range(num_layers))
 
     def logits(self, segment: Segment, num_last: int) -> Tensor:

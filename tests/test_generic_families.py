@@ -46,6 +46,7 @@ from epd.models.families import FAMILIES, REFUSED
 from epd.pixel_limits import PixelLimits
 from epd.pixel_settings import PixelSettings
 from epd.reduction import ReductionPolicy
+from epd.sampling_params import SamplingParams
 from epd.stages.engine.generation import GenerationSettings
 from epd.types import PlaceholderRange, ceil_div
 from tests.colocated import ColocatedPipeline
@@ -87,6 +88,7 @@ PAIRS = {
 }
 SAMPLING = FrameSampling(num_frames=6)
 _expected: dict[tuple[Path, ...], tuple[int, ...]] = {}
+_staged: dict[Path, Subject] = {}
 BY_TRANSFORMERS = PixelSettings(model_impl="transformers")
 
 pytestmark = [
@@ -205,8 +207,26 @@ def test_preempted_both_ways_and_moved_between_decode_workers(family: Family, me
     }
 
 
+@pytest.mark.parametrize("family", sorted(GENERIC), indirect=True)
+def test_several_answers_share_their_prompt(family: Family, media: dict[str, Path]) -> None:
+    subject = staged(family, media)
+    prompt = max(subject.prompts, key=lambda each: len(each.plan))
+
+    def answered(seed: int, num_answers: int) -> tuple[int, ...]:
+        sampling = SamplingParams(max_tokens=6, temperature=1.0, n=num_answers)
+        return Drive(subject.engine(), seed=0).run({"r": prompt}, sampling=sampling, seed=seed)["r"]
+
+    assert answered(5, 2) == answered(5, 1) + answered(6, 1)
+
+
 def staged(family: Family, media: dict[str, Path]) -> Subject:
-    """The family with prompts for engines of ours, and a model whose attention may become ours."""
+    """The family with prompts for engines of ours, and a model whose attention may become ours; made once."""
+    if family.path not in _staged:
+        _staged[family.path] = _staged_anew(family, media)
+    return _staged[family.path]
+
+
+def _staged_anew(family: Family, media: dict[str, Path]) -> Subject:
     model, always = load_reference(family.path), {"min_new_tokens": MAX_TOKENS, "eos_token_id": []}
     clip = "video" if "video" in GENERIC[family.name].takes else "wide_image"
     prompts = []

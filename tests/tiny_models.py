@@ -30,6 +30,8 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -145,8 +147,10 @@ def build_qwen3_vl(folder: Path, seed: int = 0, **text: int) -> Path:
 
     text: other sizes of the language model.
     """
-    tokenizer = byte_level_tokenizer()
-    config = Qwen3VLConfig(
+    tokenizer, kind, model = byte_level_tokenizer(), Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    if "num_experts" in text:
+        kind, model = Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+    config = kind(
         text_config={**_text_config(tokenizer, "default"), **_TEXT, "head_dim": 16, **text},
         vision_config={
             "depth": 3,
@@ -159,7 +163,7 @@ def build_qwen3_vl(folder: Path, seed: int = 0, **text: int) -> Path:
         },
         **_token_ids(tokenizer),
     )
-    return _save(folder, Qwen3VLForConditionalGeneration, config, _qwen3_processor(tokenizer), seed)
+    return _save(folder, model, config, _qwen3_processor(tokenizer), seed)
 
 
 def build_qwen3_5(folder: Path, seed: int = 0, **text: Any) -> Path:

@@ -16,7 +16,7 @@ from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
 from tests.encoders.tiny_molmo import build_molmo2
 from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, byte_tokenizer
-from tests.tiny_models import _save
+from tests.tiny_models import EXPERTS, _save, build_qwen3_5, build_qwen3_vl
 
 SIDE = 28
 _CLIP = {
@@ -519,9 +519,17 @@ def build_paddleocr_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.PaddleOCRVLForConditionalGeneration, config, processor, seed)
 
 
+def build_qwen3_5_moe(folder: Path, seed: int = 0) -> Path:
+    return build_qwen3_5(folder, seed, **EXPERTS)
+
+
+def build_qwen3_vl_moe(folder: Path, seed: int = 0) -> Path:
+    return build_qwen3_vl(folder, seed, **EXPERTS)
+
+
 __all__ = ["BUILDERS", "build_gemma4", "build_minicpmv4_6", "build_minicpmv4_7", "build_molmo2"]
 BUILDERS: Mapping[str, Callable[[Path], Path]] = {
     name.removeprefix("build_"): build
     for name, build in sorted(globals().items())
-    if name.startswith("build_")
+    if name.startswith("build_") and name != "build_qwen3_vl"
 }

@@ -22,14 +22,14 @@ from tests.draws import same_draws
 from tests.encoders.conftest import families, family, tiled_or_not
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_gemma import GEMMA4_EXPERTS, GEMMA4_SMALL, build_gemma3, build_gemma4
-from tests.encoders.tiny_generic import build_glm4v, build_glm4v_moe
+from tests.encoders.tiny_generic import build_glm4v, build_glm4v_moe, build_qwen3_5_moe
 from tests.encoders.tiny_minicpm import build_minicpmv4_7
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.engine_options import parted
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
-from tests.tiny_models import EXPERTS, build_qwen3_5, load_reference
+from tests.tiny_models import load_reference
 from tests.video.plain_decoder import reference_decode
 
 __all__ = ["families", "family", "same_draws", "tiled_or_not"]
@@ -48,7 +48,7 @@ _SIX: dict[str, Any] = {
     "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
 }
 BUILDERS_HERE = BUILDERS | {
-    "qwen3_5_moe": partial(build_qwen3_5, **EXPERTS),
+    "qwen3_5_moe": build_qwen3_5_moe,
     "glm4v": build_glm4v,
     "glm4v_moe": build_glm4v_moe,
     "gemma3": build_gemma3,
