@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from epd.errors import MediaError, RequestError
-from epd.shapes.drawing import SceneRenderer
-from epd.shapes.world import NUM_LANES, Scene
+from epd.shapes.world import NUM_LANES, Scene, SceneRenderer
 from epd.types import UInt8Array
 from epd.video.containers.probe import probe
 from epd.video.decoding.pixels import Size

@@ -11,9 +11,8 @@ import httpx
 from PIL import Image
 
 from benchmarks.clients.asks import Case
-from epd.shapes.drawing import SceneRenderer
 from epd.shapes.questions import QuestionKind, make_questions
-from epd.shapes.world import make_scene
+from epd.shapes.world import SceneRenderer, make_scene
 from epd.video.demo_video import write_scene
 from epd.workload.requests import Resolution, VideoSpec
 

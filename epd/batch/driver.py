@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+from epd.batch.in_flight import CostModel, in_busy_order
 from epd.batch.line_index import LineGroup, LineIndex
 from epd.batch.lines import JSON, BatchLine, LineDefaults
-from epd.batch.order import CostModel, in_busy_order
 from epd.batch.progress import BatchProgress, Done, ShowBatch
 from epd.batch.records import error_record, result_record
 from epd.batch.result_files import ResultFiles, Results, errors_path

@@ -1,8 +1,7 @@
 """Draws the shapes world: videos with a known truth, and questions about them."""
 
-from epd.shapes.drawing import SceneRenderer
 from epd.shapes.questions import Question, QuestionKind, make_questions
-from epd.shapes.world import COLOURS, SHAPES, Scene, SceneObject, make_scene
+from epd.shapes.world import COLOURS, SHAPES, Scene, SceneObject, SceneRenderer, make_scene
 
 __all__ = [
     "COLOURS",

@@ -336,7 +336,8 @@ def _backend(target: _Target, index: LineIndex, estimate: _Estimate) -> Iterator
         with started as backend:
             yield backend
     else:
-        from epd.serve_app.cli.own_backend import OwnBackend, open_model  # torch
+        from epd.serve_app.cli.own_model import open_model  # torch
+        from epd.serve_app.local.own_batch import OwnBackend
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
@@ -388,7 +389,7 @@ class _Estimate:
             raise typer.Abort
 
     def own_look(self) -> Look:
-        from epd.serve_app.local.planned_lines import own_look  # torch
+        from epd.serve_app.local.own_batch import own_look  # torch
 
         config = self.target.config
         return own_look(model_folder(self.target.model, config.revision, config.hub), config.pixels)

@@ -10,16 +10,13 @@ from typing import Any
 
 from epd import console
 from epd.client.conversation import Conversation
-from epd.client.endpoint import Endpoint
 from epd.engine_config import EngineConfig
 from epd.machine import usable_cpus
 from epd.models import model_folder
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.local.own_service import JSON, OwnService, own_service
+from epd.serve_app.local.own_service import HERE, JSON, OwnService, own_service
 from epd.serve_app.request_options import medium_of, request_fields
 from epd.stages.placement import Placement
-
-HERE = Endpoint("this process", "http://localhost")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Says what a batch would take, before anything is decoded: lines, media, hours, tokens, device time, price.
 
-Media are looked at here (`planned_lines.py`), or by the server that will answer. Only their headers are read.
+Media are looked at here (`own_batch.py`), or by the server that will answer. Only their headers are read.
 A sample of the media stands for all of them where the run itself is to begin soon.
 """
 

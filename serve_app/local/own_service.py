@@ -20,6 +20,7 @@ import torch
 from pydantic import ValidationError
 
 from epd.batch.media_names import local_path
+from epd.client.endpoint import Endpoint
 from epd.errors import CancelledError, InternalError, RequestError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
@@ -41,6 +42,8 @@ if TYPE_CHECKING:  # it brings the simulator
     from epd.serve_app.local.pacing import Pace
 
 JSON = dict[str, Any]
+# Where callers in this process ask, in place of a server.
+HERE = Endpoint("this process", "http://localhost")
 _T = TypeVar("_T")
 
 # The steps of a thread are its only heartbeat, and one step of a large model can take long.

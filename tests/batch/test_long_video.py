@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.in_flight import StageSeconds, bounded_makespan_s, busy_order
 from epd.batch.lines import LineDefaults
-from epd.batch.order import StageSeconds, bounded_makespan_s, busy_order
 from tests.batch.virtual_servers import Costs, VirtualServers
 
 NUM_SHORT, NUM_QUESTIONS = 60, 2

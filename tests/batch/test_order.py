@@ -7,8 +7,8 @@ from itertools import permutations
 
 import pytest
 
+from epd.batch.in_flight import CostModel, StageSeconds, busy_order, in_busy_order, johnson_order, makespan_s
 from epd.batch.line_index import LineGroup
-from epd.batch.order import CostModel, StageSeconds, busy_order, in_busy_order, johnson_order, makespan_s
 
 
 def test_makespan_of_two_jobs_by_hand() -> None:

@@ -1,6 +1,6 @@
 """The shapes world keeps its promises: objects never collide, answers follow from what is on screen.
 
-Modules: `epd/shapes/drawing.py`, `epd/shapes/questions.py`.
+Modules: `epd/shapes/questions.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ import threading
 from dataclasses import dataclass
 
 from epd.errors import UnavailableError
-from epd.video.children.server import FORK, KILL, PID, READY
-from epd.video.children.wire import SharedPixels
+from epd.video.children.wire import FORK, KILL, PID, READY, SharedPixels
 
 START_S = 60.0
 _FORK_S = 10.0

@@ -14,7 +14,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,7 +27,17 @@ from epd.colour import Colour
 from epd.errors import EPDError
 from epd.types import UInt8Array
 from epd.video.children.walls import Walls, libc
-from epd.video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, mapped, receive, send
+from epd.video.children.wire import (
+    FORK,
+    MAX_HEADER_BYTES,
+    PID,
+    READY,
+    ChildGoneError,
+    Header,
+    mapped,
+    receive,
+    send,
+)
 from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image
 from epd.video.containers.look import look
@@ -37,8 +46,6 @@ from epd.video.decoding.pool import num_decode_threads
 from epd.video.decoding.stream import GroupStream, stream
 from epd.video.sources.source import FileDescriptor, Media
 
-FORK, KILL, READY = b"F", b"K", b"R"
-PID = struct.Struct("<i")
 _PR_SET_PDEATHSIG = 1
 _MAX_OPEN_FILES = 64
 # Long enough for any command, which is a byte and a pid.

@@ -26,6 +26,9 @@ import numpy as np
 
 from epd.types import UInt8Array
 
+# To the server that forks: F and a job's socket, K and a pid. From it: R and names of walls, then pids.
+FORK, KILL, READY = b"F", b"K", b"R"
+PID = struct.Struct("<i")
 MAX_HEADER_BYTES = 64 << 20  # of a request; the times of a video's frames are in it
 MAX_REPLY_HEADER_BYTES = 1 << 20
 _HEADER = struct.Struct("<I")

@@ -16,11 +16,11 @@ from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.engine_config import EngineConfig
 from epd.pixel_settings import AUTHORS_LIMITS, BARE_PROCESSOR, PIXEL_FIELDS, PixelSettings
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
-from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.cli.own_model import open_model
 from epd.serve_app.cli.program import app
 from epd.serve_app.composition import media_settings, worker_settings
 from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.local.own_batch import OwnBackend
 from epd.serve_app.local.server import served_locally
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.media import write_video

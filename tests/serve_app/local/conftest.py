@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from epd.engine_config import EngineConfig
-from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.cli.own_model import open_model
+from epd.serve_app.local.own_batch import OwnBackend
 from epd.serve_app.local.own_service import OwnService
 from tests.colocated import ColocatedPipeline
 

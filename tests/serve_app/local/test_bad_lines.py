@@ -17,8 +17,8 @@ from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.tasks import Backend
-from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.local.own_batch import OwnBackend
 from tests.batch.bad_lines import DRAWN_LINES, bad_lines
 from tests.serve_app.conftest import Front
 from tests.serve_app.files.test_batches import CHAT, FINAL

@@ -23,8 +23,8 @@ from epd.encoders.batch import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.reduction import ReductionPolicy
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.cli.own_model import open_model
+from epd.serve_app.local.own_batch import OwnBackend
 from epd.serve_app.local.own_service import OwnService
 from epd.serve_app.orchestration.live_answer import LiveAnswer
 from epd.serve_app.orchestration.placement import RequestPlacer

@@ -1,6 +1,6 @@
 """A dry run says what the run then takes, and asks nothing. At a terminal a sample says it before a run.
 
-Modules: `epd/serve_app/local/planned_lines.py`.
+Modules: `epd/serve_app/local/own_batch.py`.
 """
 
 from __future__ import annotations

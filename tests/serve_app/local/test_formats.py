@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from epd.serve_app.cli.own_backend import OwnBackend
+from epd.serve_app.local.own_batch import OwnBackend
 from tests.serve_app.local.test_batch import read, run
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoProcessor
 
 from epd.encoders import FrameSampling
-from epd.serve_app.cli.own_backend import OwnBackend
+from epd.serve_app.local.own_batch import OwnBackend
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.local.test_batch import read, run
 from tests.tiny_models import load_reference

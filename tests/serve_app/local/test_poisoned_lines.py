@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from epd.batch import http_backend
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.lines import LineDefaults
-from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.cli.program import app
+from epd.serve_app.local.own_batch import OwnBackend
 from epd.serve_app.messages import Prefill
 from epd.stages.engine.engine import LanguageEngine
 from tests.serve_app.deployments import Deployment

@@ -1,18 +1,25 @@
-"""Looks at lines of a batch as a model of this machine would take them: the headers of media, no frame."""
+"""Answers `epd batch` with a model of this process, as `--url` does with a server. Imports torch, httpx.
+
+Before that, looks at lines as this model would take them: the headers of media, no frame.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import httpx
 from pydantic import ValidationError
 
 from epd import video
+from epd.batch.http_backend import HttpBackend
+from epd.batch.in_flight import InFlight, media_at_once
 from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
-from epd.batch.tasks import Failed
+from epd.batch.tasks import BackendCounts, Failed
 from epd.encoders import MediaPlan
-from epd.errors import EPDError, UnsupportedMediaError
+from epd.errors import EPDError, UnsupportedMediaError, http_status
 from epd.pixel_settings import PixelSettings
 from epd.reduction import KEEP_ALL
 from epd.sampling_params import SamplingParams
@@ -29,8 +36,44 @@ from epd.serve_app.http.requests.request_parsing import (
     visual_budget,
 )
 from epd.serve_app.local.dry_run import Look, Looked
+from epd.serve_app.local.own_service import HERE, OwnService
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
+
+
+class OwnBackend(HttpBackend):
+    """Answers batches with a model of this process. Lines without a seed get one of their own."""
+
+    def __init__(self, service: OwnService, *, max_requests: int, lines_per_medium: float = math.inf) -> None:
+        """Takes max_requests: in flight. lines_per_medium: mean of the input."""
+        super().__init__(
+            HERE,
+            transport=_OwnTransport(service),
+            in_flight=InFlight(media_at_once(max_requests, lines_per_medium), max_requests),
+            has_seeds=True,
+            signs=True,
+        )
+        self._service = service
+
+    def counts(self) -> BackendCounts:
+        num_skipped = int(self._service.counters().get("units_skipped", 0))
+        return BackendCounts(super().counts().num_encoded, num_skipped)
+
+
+class _OwnTransport(httpx.AsyncBaseTransport):
+    """Passes chat requests to the service of this process."""
+
+    def __init__(self, service: OwnService) -> None:
+        self._service = service
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200)
+        try:
+            return httpx.Response(200, json=await self._service.completion(json.loads(request.content)))
+        except EPDError as error:
+            told = {"message": str(error), "code": type(error).__name__}
+            return httpx.Response(http_status(error), json={"error": told})
 
 
 def own_look(model: Path, pixels: PixelSettings) -> Look:
