@@ -346,15 +346,8 @@ class LayerProbe(ModelRunner):
             return embeds
         plans = self._plans(packed.batches, segments)
         paged = self._caches_of(plans, self._states_of(packed))
-        prompt_ids = self._prompt_ids(packed, given.token_ids)
-        inputs = DecoderInputs(
-            given.positions,
-            paged,
-            given.visual_rows,
-            visual,
-            prompt_ids=prompt_ids,
-            token_ids=given.token_ids,
-        )
+        ids, prompt_ids = given.token_ids, self._prompt_ids(packed, given.token_ids)
+        inputs = DecoderInputs(given.positions, paged, given.visual_rows, visual, None, ids, prompt_ids)
         return self._decoder.run(embeds, inputs, range(num_layers))
 
     def logits(self, segment: Segment, num_last: int) -> Tensor:

@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 from epd.stages import device_memory
-from epd.stages.engine import engine
 
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 _START_S = 1000.0  # of the monotonic clock
@@ -262,8 +261,6 @@ def decided(clock: Clock) -> Iterator[None]:
         mock.patch.object(time, "monotonic", clock.monotonic),
         mock.patch.object(time, "perf_counter", clock.monotonic),
         mock.patch.object(time, "time", clock.unix),
-        mock.patch.object(engine, "thread_time", clock.monotonic),
-        mock.patch.object(engine, "perf_counter", clock.monotonic),
         mock.patch.object(secrets, "token_hex", lambda num_bytes=32: _rng().randbytes(num_bytes).hex()),
         mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: _rng().randbytes(num_bytes)),
         mock.patch.object(secrets, "randbelow", lambda below: _rng().randrange(below)),
