@@ -42,6 +42,7 @@ _SAME = (
     (worker_stages, "read_config"),
     (model_runner, "decoder_of"),
     (setup, "kv_layouts"),
+    (WholeModel, "part"),
 )
 _NUM_QUESTIONS = 40
 _NUM_SPARE = 12  # whose tokens rounding may turn
@@ -172,6 +173,9 @@ def read_once() -> Iterator[None]:
 
     written, reader = ProcessTransport.weights, _SharedReader()
 
+    def own_reader() -> _SharedReader:  # a mock would keep all calls
+        return reader
+
     def kind(path: Path) -> MediaKind:
         found: MediaKind = reader.once((path, "kind"), lambda: video.media_kind(path))
         return found
@@ -182,7 +186,7 @@ def read_once() -> Iterator[None]:
         for module in (deployments, media_fleet):
             stack.enter_context(mock.patch.object(module, "media_kind", kind))
         stack.enter_context(mock.patch.object(media_worker, "stream_here", reader.stream))
-        stack.enter_context(mock.patch.object(video, "OwnReader", return_value=reader))
+        stack.enter_context(mock.patch.object(video, "OwnReader", own_reader))
         stack.enter_context(mock.patch.object(worker_stages, "WholeModel", whole))
         for module in (worker_stages, request_planner):
             stack.enter_context(mock.patch.object(module, "generation_settings", generation))

@@ -33,7 +33,6 @@ from tests.serve_app.media_fleet import reference_to
 
 _MAX_ANSWER_S = 400.0  # virtual time of one request, whatever is lost
 _MAX_SETTLE_S = 120.0
-_MAX_CLOSE_S = 5.0
 _NEVER = ("loop_failures", "event_failures", "stalls")  # counters of a front that stay at zero
 _MIN_BLAMED_LOSSES = 2  # workers that are lost before any request is blamed
 
@@ -263,9 +262,6 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result
 
 def _end(loop: VirtualLoop, world: World) -> None:
     """Ends all that runs, so that nothing of it comes later."""
-    with suppress(Exception):
-        # No longer: what waits for a dead process would wait for ever.
-        loop.run_until_complete(asyncio.wait([loop.create_task(world.close())], timeout=_MAX_CLOSE_S))
     for part in world.parts:
         world._free(part)
     with suppress(Exception):

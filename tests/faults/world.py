@@ -344,15 +344,6 @@ class World:
             f"{name} counts {has} at {worker}" for worker, has in counts.items() if has != InFlight()
         ]
 
-    async def close(self) -> None:
-        """Ends everything in order, so that nothing of it is left in this process."""
-        for part in self.parts:
-            part.is_wanted = False
-        for part in [*self.fronts, *self.workers(), *self.workers(MediaServer)]:
-            server = part.front or part.server
-            await part.process.spawn(server.close())
-        await self.board_process.spawn(self.board.close())
-
 
 def simulated_thread(world: World) -> type[SimulatedThread]:
     """Returns the threads of a world's workers."""
