@@ -163,9 +163,12 @@ class Membership:
         await asyncio.gather(*(self.accuse(epoch, reason) for epoch in again))
 
     def _without_lost(self, view: View) -> View:
-        """Leaves out members whose loss is handled here: a board that was restarted may take them back."""
+        """Leaves out members whose loss is handled here: a board that was restarted may take them back.
+
+        Nobody has worked with one that was not ready. It may have joined just before the former board ended.
+        """
         for epoch in self.view.members.keys() - view.members.keys():
-            self._lost.set(epoch, True)
+            self._lost.set(epoch, self.view.members[epoch].is_ready)
         there = {epoch: member for epoch, member in view.members.items() if not self._lost.get(epoch)}
         return view if len(there) == len(view.members) else replace(view, members=there)
 

@@ -349,6 +349,8 @@ class DecodeMoves:
     async def _other_decoder(self, attempt: Attempt, message: Reserve) -> _Room | None:
         """Finds a decode worker that takes new work and has room for what another one has."""
         for worker in list(self._policy.router.decode_order(self._policy.candidates().decoders())):
+            if worker == attempt.decode_worker:  # which leaves no more
+                continue
             attempt.placement.touched.add(worker)
             incarnation = self._calls.info(worker).incarnation
             ticket = await self._calls.ask(attempt, "decode", worker, message)
