@@ -13,7 +13,7 @@ from tests import ROOT
 MOST = 11
 # In FP8 the rows before each product are quantised by a kernel, and nothing else is added.
 NUM_ROUNDED = 4
-# Of experts a router of transformers launches six, one of which is a product, and the sum over a row's is one.
+# With experts there are a router of transformers and the sum over a row's, and no products of one MLP.
 EXPERTS = ("_arrange_kernel", "_gate_up_kernel", "_down_kernel")
 NUM_ROUTED = 8
 
