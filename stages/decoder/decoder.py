@@ -7,6 +7,7 @@ knows, and `ModulesDecoder` with the modules of transformers, for all others, an
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +22,9 @@ from epd.stages.attention.attention import AttentionPlan, attend, attend_layer, 
 from epd.stages.attention.support import MIXED_HEADS, RECURRENT, check_attention
 from epd.stages.decoder.delta_layer import DeltaLayer
 from epd.stages.decoder.delta_rule import DeltaPlan
-from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, ModuleMlp, layers_of
+from epd.stages.decoder.experts import SparseMlp
+from epd.stages.decoder.gemma4 import ExpertsBeside
+from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, layers_of
 from epd.stages.decoder.lora import LoRAAdapters, LoRAPass, LoRARows
 from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write, rotate, split_gates
 from epd.stages.decoder.text_model import TextModel, text_model
@@ -130,12 +133,8 @@ class FusedDecoder:
 
     @property
     def waits(self) -> bool:
-        """Reports whether passes cannot be captured: a layer reads something back, has states or a window."""
-        layers = self._layers.layers
-        return any(
-            isinstance(each, DeltaLayer) or isinstance(each.mlp, ModuleMlp) or each.is_local
-            for each in layers
-        )
+        """Reports whether passes cannot be captured: a layer has states or a window."""
+        return any(isinstance(each, DeltaLayer) or each.is_local for each in self._layers.layers)
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""
@@ -152,9 +151,18 @@ class FusedDecoder:
         chunk = weight.new_zeros(_CHUNK, len(weight), dtype=dtype)
         layer.qkv(chunk)
         layer.out(weight.new_zeros(_CHUNK, model.heads[0] * model.heads[2], dtype=dtype))
-        layer.mlp(chunk)
+        for mlp in {type(each.mlp): each.mlp for each in self._layers.layers}.values():
+            mlp(chunk)
+        for sparse in itertools.islice(self._with_experts(), 1):
+            sparse.experts.warm_up(hidden, sparse.router(hidden)[1])
         for cache, values in zip(caches, held, strict=True):
             cache[0, 0] = values
+
+    def _with_experts(self) -> Iterator[SparseMlp | ExpertsBeside]:
+        for layer in self._layers.layers:
+            for each in (layer.mlp, layer.beside if isinstance(layer, DecoderLayer) else None):
+                if isinstance(each, SparseMlp | ExpertsBeside):
+                    yield each
 
     def _writing(self, caches: tuple[Tensor, Tensor]) -> Iterator[DecoderLayer]:
         """Yields the layers that write keys and values of the heads that these caches have."""

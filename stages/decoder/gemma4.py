@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from epd.stages.attention.support import MIXED_HEADS
+from epd.stages.decoder.experts import Experts
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import RmsNorm
 from epd.stages.rank import Collectives, summed
@@ -38,14 +39,15 @@ class CappedHead:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsBeside:
-    """Adds experts to what the MLP computed. router, experts: modules of transformers.
+    """Adds experts to what the MLP computed.
 
+    router: a module of transformers; see `SparseMlp`.
     norms: of the MLP's rows, of what the experts take, and of what they return.
     ranks: that have channels of each expert.
     """
 
     router: Any
-    experts: Any
+    experts: Experts
     norms: tuple[RmsNorm, RmsNorm, RmsNorm]
     ranks: Collectives | None
 

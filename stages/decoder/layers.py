@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from epd.stages.attention.support import MIXED_HEADS, RECURRENT, WINDOWED
 from epd.stages.decoder.delta_layer import DeltaLayer, GatedDelta
+from epd.stages.decoder.experts import Experts, SparseMlp
 from epd.stages.decoder.gemma4 import CappedHead, ExpertsBeside, LayerEmbedding, LayerEmbeddings, unit_norm
 from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
 from epd.stages.decoder.operations import RmsNorm, gelu_mul, silu_mul
@@ -138,18 +139,6 @@ class GatedMlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.down(self.activate(self.gate_up(rows)))
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleMlp:
-    """Computes a mixture of experts as the module of transformers does. ranks: that have channels of each."""
-
-    module: nn.Module
-    ranks: Collectives | None
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        computed: Tensor = self.module(rows[None])
-        return summed(computed[0], self.ranks)
 
 
 # Engines of one model share its merged and its packed matrices.
@@ -273,7 +262,7 @@ def _head_norms(attention: Any, config: Any) -> tuple[RmsNorm, ...]:
 def _beside(layer: Any, config: Any, ranks: Collectives | None) -> ExpertsBeside:
     names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
     of_mlp, before, behind = (_norm(getattr(layer, name), config) for name in names)
-    return ExpertsBeside(layer.router, layer.experts, (of_mlp, before, behind), ranks)
+    return ExpertsBeside(layer.router, Experts.of(layer.experts, gelu_mul), (of_mlp, before, behind), ranks)
 
 
 def _layer_embedding(layer: Any, config: Any, kind: LinearKind) -> LayerEmbedding:
@@ -301,10 +290,23 @@ def _mlp(
     activate: Callable[[Tensor], Tensor] = silu_mul,
 ) -> Callable[[Tensor], Tensor]:
     if hasattr(mlp, "experts"):
-        return ModuleMlp(mlp, ranks)
+        return _sparse_mlp(mlp, kind, ranks)
     is_one = hasattr(mlp, "gate_up_proj")
     gate_up = _linear(mlp.gate_up_proj, kind) if is_one else _merged(mlp, GATE_UP, kind)
     return GatedMlp(gate_up, _summed(mlp.down_proj, kind, ranks), activate)
+
+
+def _sparse_mlp(mlp: Any, kind: LinearKind, ranks: Collectives | None) -> SparseMlp:
+    """The shared expert is a rank's part too, and added up with the others."""
+    shared = getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+    gate = getattr(mlp, "shared_expert_gate", None)
+    return SparseMlp(
+        mlp.gate,
+        Experts.of(mlp.experts),
+        None if shared is None else _mlp(shared, kind, None),
+        None if gate is None else _linear(gate, kind),
+        ranks,
+    )
 
 
 def _kind(modules: Iterable[nn.Module]) -> LinearKind:

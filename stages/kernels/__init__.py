@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
+    from epd.stages.kernels.grouped_products import experts_fused, num_few_pairs
     from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
     from epd.stages.kernels.paged_attention import attend_tiles
     from epd.stages.kernels.quantized_products import fp8_product, fp8_rows, int4_product
@@ -17,20 +18,24 @@ if TYPE_CHECKING:
 __all__ = [
     "attend_tiles",
     "copy_blocks_fused",
+    "experts_fused",
     "fp8_product",
     "fp8_rows",
     "int4_product",
     "norm_rotate_write_fused",
+    "num_few_pairs",
     "write_slots",
 ]
 
 _MODULES = {
     "attend_tiles": "paged_attention",
     "copy_blocks_fused": "kv_slots",
+    "experts_fused": "grouped_products",
     "fp8_product": "quantized_products",
     "fp8_rows": "quantized_products",
     "int4_product": "quantized_products",
     "norm_rotate_write_fused": "kv_slots",
+    "num_few_pairs": "grouped_products",
     "write_slots": "kv_slots",
 }
 

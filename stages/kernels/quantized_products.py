@@ -26,13 +26,13 @@ from epd.stages.kernels.quantized_plain import ROWS_TOGETHER, Fp8Matrix, Int4Mat
 from epd.types import ceil_div
 
 # Of at most this many rows the tile of a decode is not mostly padding; tl.dot takes no fewer.
-_FEW_ROWS = 16
+FEW_ROWS = 16
 _ROW_BLOCK = 2048  # values of a row that a program quantises at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
-    """Holds the sizes of a tile, and how it is computed."""
+class Tile:
+    """Holds the sizes of a tile of rows, outputs and columns, and how it is computed."""
 
     block_m: int
     block_n: int
@@ -41,12 +41,13 @@ class _Tile:
     num_stages: int
 
 
-def _tile(num_rows: int, dtype: torch.dtype) -> _Tile:
+def tile_of(num_rows: int, dtype: torch.dtype) -> Tile:
+    """Returns the tiles of so many rows."""
     if dtype.itemsize > 2:  # IEEE products have no tensor cores: they are unrolled, and larger tiles spill
-        return _Tile(_FEW_ROWS, 32, 32, 4, 2)
-    if num_rows <= _FEW_ROWS:
-        return _Tile(_FEW_ROWS, 32, 128, 4, 4)
-    return _Tile(64, 64, 64, 4, 3)
+        return Tile(FEW_ROWS, 32, 32, 4, 2)
+    if num_rows <= FEW_ROWS:
+        return Tile(FEW_ROWS, 32, 128, 4, 4)
+    return Tile(64, 64, 64, 4, 3)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def fp8_product(rows: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (num_rows, num_in), num_out = rows.shape, matrix.num_rows
     out = rows.new_empty(num_rows, num_out)
-    tile = _tile(num_rows, rows.dtype)
+    tile = tile_of(num_rows, rows.dtype)
     if num_rows:
         _fp8_product_kernel[(ceil_div(num_out, tile.block_n), ceil_div(num_rows, tile.block_m))](
             rows,
@@ -235,7 +236,7 @@ def int4_product(rows: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tenso
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_rows, num_out = len(rows), matrix.num_rows
     out = rows.new_empty(num_rows, num_out)
-    tile = _tile(num_rows, rows.dtype)
+    tile = tile_of(num_rows, rows.dtype)
     if num_rows:
         _int4_product_kernel[(ceil_div(num_out, tile.block_n), ceil_div(num_rows, tile.block_m))](
             rows,

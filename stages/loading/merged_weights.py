@@ -24,7 +24,7 @@ GATE_UP = ("gate_proj", "up_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _GROUP = {part: group for group in (QKV, GATE_UP, DELTA) for part in group}
 _PART = re.compile(
-    rf"^(.*\blayers\.\d+\.(?:self_attn|mlp|linear_attn)\.)({'|'.join(_GROUP)})"
+    rf"^(.*\blayers\.\d+\.(?:self_attn|mlp(?:\.shared_experts?)?|linear_attn)\.)({'|'.join(_GROUP)})"
     r"\.(weight|bias|scales|packed|zeros)$"
 )
 

@@ -45,6 +45,7 @@ from epd.machine import usable_cpus
 from epd.stages.attention.attention import AttentionBatch, warm_up
 from epd.stages.attention.device import DeviceHeads, DevicePlan
 from epd.stages.engine.kv_pool import KVLayout, KVPool
+from epd.stages.kernels.grouped_products import experts_fused
 from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from epd.stages.kernels.quantized_products import fp8_product, fp8_rows, int4_product
@@ -61,6 +62,8 @@ HEAD_DIMS = (64, 80, 128)
 WIDE_DIM = 256  # of one group, since the table of tiles has an entry for it
 BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
 PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384, 384, 3), 1, 384, 1)]
+# Experts, channels, channels within an expert, and experts of a row: Qwen3.6-35B-A3B, Qwen3-VL-30B-A3B.
+EXPERTS = ((256, 2048, 512, 8), (128, 2048, 768, 8))
 _OPTIONS = frozenset({"num_warps", "num_stages"})
 _NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
@@ -253,6 +256,20 @@ def quantized_launches(dtype: torch.dtype, group: int) -> list[Launch]:
     return recorded(launch)
 
 
+def expert_launches(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_rows: int) -> list[Launch]:
+    """The launches of a mixture of experts. sizes: as in EXPERTS."""
+
+    def launch() -> None:
+        num_experts, size, width, top_k = sizes
+        empty = partial(torch.empty, device="cuda", dtype=dtype)
+        matrices = empty(num_experts, 2 * width, size), empty(num_experts, size, width)
+        chosen = torch.empty(num_rows, top_k, dtype=torch.int64, device="cuda")
+        for is_gelu in (False, True):
+            experts_fused(empty(num_rows, size), matrices, chosen, empty(num_rows, top_k), is_gelu=is_gelu)
+
+    return recorded(launch)
+
+
 def fp8_row_launches(dtype: torch.dtype) -> list[Launch]:
     """The launches that quantise rows of a 7B model, whole and by blocks of 128 columns; not before 8.9."""
 
@@ -361,6 +378,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for group, dtype in itertools.product((32, 64, 128), DTYPES):
         for launch in quantized_launches(dtype, group):
             yield f"quantised group {group} {dtype}", launch
+    for sizes, dtype, num_rows in itertools.product(EXPERTS, DTYPES, (1, 32, 8192)):
+        for launch in expert_launches(sizes, dtype, num_rows):
+            yield f"{sizes[0]} experts {dtype}", launch
     for (shape, unit, side, merge), dtype in itertools.product(PATCHES, DTYPES):
         yield f"patches {[unit, side, merge]} {dtype}", patch_launches(shape, unit, side, merge, dtype)[0]
 
@@ -389,6 +409,8 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
         if arch in ARCHS:
             launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
             launches += quantized_launches(dtype, 32 if dim == 80 else 128)
+            for sizes, num_rows in itertools.product(EXPERTS, (1, 32, 8192)):
+                launches += expert_launches(sizes, dtype, num_rows)
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
     found = [
@@ -401,11 +423,15 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     warm = {launch.variant for launch in warm_up_launches()}
     missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16, 90)} - warm
     products = {launch.variant for launch in quantized_launches(torch.bfloat16, 128)}
+    experts = [
+        {each.variant for each in expert_launches(EXPERTS[0], DTYPES[0], rows)} for rows in (1, 32, 8192)
+    ]
     return {
         "shapes": found,
         "num_warm": len(warm),
         "missing": sorted(missing),
         "num_products": len(products),
+        "num_experts": [len(each) for each in (*experts, set.union(*experts))],
     }
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests import ROOT
 from tests.encoders.test_kernels import CASES
 from tests.stages.attention.test_kernels import PASSES
+from tests.stages.decoder.test_experts import CASES as EXPERTS
 from tests.stages.decoder.test_fusions import SHAPES
 from tests.stages.decoder.test_quantized_products import CASES as PRODUCTS
 from tests.stages.decoder.test_quantized_products import ROWS
@@ -32,6 +33,7 @@ import torch
 from tests.encoders import test_kernels as patches
 from tests.encoders import test_qwen_tower as towers
 from tests.stages.attention import test_kernels as attention
+from tests.stages.decoder import test_experts as experts
 from tests.stages.decoder import test_fusions as fusions
 from tests.stages.decoder import test_quantized_products as products
 
@@ -48,6 +50,8 @@ PARTS = {
     "moves": lambda: attention.compare_moves("cpu"),
     "tower": lambda: towers.compare_fused("cpu", torch.float32),
     "fusions": lambda: fusions.compare_all("cpu"),
+    "experts": lambda: experts.compare_all("cpu"),
+    "arranged": lambda: experts.compare_arranged("cpu"),
     "products": lambda: products.compare_all("cpu"),
     "rows": lambda: products.compare_rows("cpu"),
     "bytes": lambda: products.compare_every_byte("cpu"),
@@ -102,6 +106,8 @@ def without_triton() -> dict[str, str]:
         ("moves", None),
         ("tower", None),
         ("fusions", 15 * len(SHAPES)),
+        ("experts", len(EXPERTS)),
+        ("arranged", 2),
         ("products", len(PRODUCTS)),
         ("rows", len(ROWS)),
         ("bytes", True),

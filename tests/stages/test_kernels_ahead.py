@@ -32,7 +32,8 @@ SHAPES = [
 ]
 ATTENTION = {"_attend_kernel", "_merge_kernel", "_write_kernel"}
 KERNELS = ATTENTION | {
-    "_add_rms_norm_kernel", "_copy_kernel", "_fp8_product_kernel", "_int4_product_kernel",
+    "_add_rms_norm_kernel", "_arrange_kernel", "_copy_kernel", "_down_kernel", "_fp8_product_kernel",
+    "_gate_up_kernel", "_int4_product_kernel",
     "_norm_rotate_write_kernel", "_patchify_kernel", "_rotate_pairs_kernel", "_silu_mul_kernel",
 }  # fmt: skip
 
@@ -70,6 +71,11 @@ def test_kernels_compile_without_spills(found: dict[str, Any], number: int) -> N
 def test_products_are_compiled_for_decodes_and_for_chunks_alone(found: dict[str, Any]) -> None:
     """Whatever the number of rows, the matrix and its scales: of FP8 and of 4 bits, one of each."""
     assert found["num_products"] == 4
+
+
+def test_experts_are_compiled_for_decodes_and_for_chunks_alone(found: dict[str, Any]) -> None:
+    """A sort, gate and up of two activations, and down: one row, 32, and a chunk, which is another kind."""
+    assert found["num_experts"] == [4, 4, 4, 8]
 
 
 def test_a_warm_up_launches_what_passes_launch(found: dict[str, Any]) -> None:

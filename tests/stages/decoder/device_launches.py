@@ -30,6 +30,7 @@ from tests.stages.kernels_ahead import Launch, recorded
 _DISPATCHED = (
     "epd.stages.attention.attention",
     "epd.stages.attention.device",
+    "epd.stages.decoder.experts",
     "epd.stages.decoder.operations",
     "epd.stages.loading.quantized_linear",
 )
@@ -107,7 +108,8 @@ def variants(found: list[Launch]) -> set[tuple[str, str, str, str]]:
 
 
 def main() -> None:
-    for name in ("qwen2", "qwen2.5-vl", "qwen3", "qwen3-vl", "llama with biases", f"qwen3{IN_FP8}"):
+    dense = ("qwen2", "qwen2.5-vl", "qwen3", "qwen3-vl", "llama with biases", f"qwen3{IN_FP8}")
+    for name in (*dense, "qwen3 moe", "qwen3-vl moe"):
         two, three = (launches(name, num_layers) for num_layers in (2, 3))
         counts, kernels = counted(*three) - counted(*two), three[0]
         warm, _ = launches(name, 3, is_warm_up=True)

@@ -13,6 +13,9 @@ from tests import ROOT
 MOST = 11
 # In FP8 the rows before each product are quantised by a kernel, and nothing else is added.
 NUM_ROUNDED = 4
+# With experts there are a router of transformers and the sum over a row's, and no products of one MLP.
+EXPERTS = ("_arrange_kernel", "_gate_up_kernel", "_down_kernel")
+NUM_ROUTED = 8
 
 
 def test_a_layer_launches_few_kernels_and_all_are_warm() -> None:
@@ -24,11 +27,13 @@ def test_a_layer_launches_few_kernels_and_all_are_warm() -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     found = re.findall(r"^(.+): (\d+) launches of (.+); not warm: (.+)$", run.stdout, re.MULTILINE)
-    assert len(found) == 6
+    assert len(found) == 8
     for name, count, kernels, missing in found:
-        added = NUM_ROUNDED if name.endswith("FP8") else 0
-        assert ("_fp8_rows_kernel" in kernels) == ("_scaled_mm_v2" in kernels) == bool(added)
+        is_fp8, has_experts = name.endswith("FP8"), name.endswith("moe")
+        added = NUM_ROUNDED * is_fp8 + NUM_ROUTED * has_experts
+        assert ("_fp8_rows_kernel" in kernels) == ("_scaled_mm_v2" in kernels) == is_fp8
+        assert all((each in kernels) == has_experts for each in EXPERTS)
         assert 9 <= int(count) - added <= MOST, f"{name}: {count}, {kernels}"
         assert "_norm_rotate_write_kernel" in kernels
-        assert "_silu_mul_kernel" in kernels
+        assert ("_silu_mul_kernel" in kernels) != has_experts
         assert missing == "[]", f"{name} compiles in its first pass: {missing}"
