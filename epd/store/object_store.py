@@ -1,8 +1,12 @@
-"""Opens object stores by URL: s3://, gs://, or a folder that machines share, through pyarrow."""
+"""Opens object stores by URL, and namespaces in them: s3://, gs://, or a folder that machines share.
+
+All of it goes through pyarrow.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
@@ -23,6 +27,8 @@ SCHEMES = ("s3", "gs", "file")
 _OPTIONS = ("endpoint_override", "region", "scheme")
 _CONNECT_S, _REQUEST_S = 2.0, 10.0
 _TRIES = 2
+# Seconds for which a store that does not answer is left alone.
+_SILENT_S = 30.0
 
 
 def check_url(url: str | None) -> None:
@@ -75,6 +81,38 @@ def open_store(url: str) -> tuple[FileSystem, str]:
         ),
         where,
     )
+
+
+class Namespace:
+    """Finds the objects of one namespace. A store that has not answered is left alone for a while."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """Asks nothing of the store. Raises RequestError as `check_url`."""
+        check_url(url)
+        self.url, self.name = url, name
+        self._store: tuple[FileSystem, str] | None = None
+        self._silent_until_s = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() < self._silent_until_s
+
+    def leave_alone(self) -> None:
+        self._silent_until_s = time.monotonic() + _SILENT_S
+
+    @property
+    def system(self) -> FileSystem:
+        """Returns the store. Raises OSError if it cannot be opened."""
+        return self._opened[0]
+
+    def path(self, name: str) -> str:
+        """Returns where an object is. Raises OSError if the store cannot be opened."""
+        return f"{self._opened[1]}/{self.name}/{name}"
+
+    @property
+    def _opened(self) -> tuple[FileSystem, str]:
+        self._store = self._store or open_store(self.url)
+        return self._store
 
 
 def put(system: FileSystem, path: str, parts: Sequence[memoryview]) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd.late_module import LateModule
 from epd.store.file_format import piece_digest
-from epd.store.object_store import open_store, put, read_whole
+from epd.store.object_store import Namespace, put, read_whole
 from epd.store.piece_files import ABOUT, StoreCounts
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ _MOST_OPEN = 32
 _LIST_READERS = 8
 # A payload and its digest.
 _Waiting = tuple[memoryview, bytes]
-# Seconds: between looks for new lists, for the first look, without asking a silent store, for the last slab.
-_LOOK_S, _FIRST_LOOK_S, _SILENT_S, _CLOSE_S = 30.0, 5.0, 30.0, 30.0
+# Seconds: between looks for new lists, for the first look, for the last slab.
+_LOOK_S, _FIRST_LOOK_S, _CLOSE_S = 30.0, 5.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,50 @@ class Place:
         return self.offset, self.num_bytes, self.digest, self.small
 
 
+class _Queue:
+    """Holds payloads that wait to become a slab, each with its digest, by key.
+
+    since_s: when the first of them came, or the last slab was written.
+    """
+
+    def __init__(self) -> None:
+        self.payloads: OrderedDict[str, _Waiting] = OrderedDict()
+        self._num_bytes = 0
+        self._since_s = 0.0
+
+    def add(self, key: str, payload: memoryview, digest: bytes) -> None:
+        """Adds a payload, unless it waits already or there are too many bytes."""
+        if key in self.payloads or self._num_bytes + len(payload) > _MOST_WAITING:
+            return
+        self._since_s = self._since_s if self.payloads else time.monotonic()
+        self.payloads[key] = payload, digest
+        self._num_bytes += len(payload)
+
+    def is_due(self, *, at_once: bool) -> bool:
+        """Returns whether a slab should be written. at_once: of whatever waits."""
+        is_old = time.monotonic() - self._since_s >= _SLAB_S or at_once
+        return bool(self.payloads) and (is_old or self._num_bytes >= _SLAB_BYTES)
+
+    def next_slab(self) -> dict[str, _Waiting]:
+        """Returns payloads for a slab. They wait until they are dropped."""
+        slab, num_bytes = dict[str, _Waiting](), 0
+        for key, (payload, digest) in self.payloads.items():
+            if slab and num_bytes + len(payload) > _SLAB_BYTES:
+                break
+            slab[key] = payload, digest
+            num_bytes += len(payload)
+        return slab
+
+    def drop(self, slab: Mapping[str, _Waiting]) -> None:
+        for key, (payload, _) in slab.items():
+            self._num_bytes -= len(payload) if self.payloads.pop(key, None) else 0
+        self._since_s = time.monotonic()
+
+    def clear(self) -> None:
+        self.payloads.clear()
+        self._num_bytes = 0
+
+
 class Slabs:
     """Keeps the pieces of one namespace. Any thread may ask.
 
@@ -78,22 +122,19 @@ class Slabs:
         """Looks what is there, for some seconds at most. Raises RequestError as `open_store`."""
         self.counts = StoreCounts()
         self.is_open = True  # for writing
-        self._url = url
-        self._namespace = namespace
+        self._place = Namespace(url, namespace)
         self._about = json.dumps(dict(about), indent=1).encode()
-        self._store: tuple[FileSystem, str] | None = None
         self._places: OrderedDict[str, Place] = OrderedDict()
         self._lists: dict[str, int] = {}  # that were read, by path, with their sizes
         self._files: OrderedDict[str, NativeFile] = OrderedDict()
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        self._num_waiting = 0  # bytes
+        self._waiting = _Queue()
         self._changed = Condition()
-        self._since_s = self._looked_s = self._silent_until_s = 0.0
+        self._looked_s = 0.0
         self._has_missed, self._is_closing = True, False
         self._first_look = Event()
         self._thread = Thread(target=self._run, name="objects", daemon=True)
         try:
-            self._store = open_store(url)
+            _ = self._place.system
         except OSError as error:
             self._fail(error)
         self._thread.start()
@@ -104,20 +145,16 @@ class Slabs:
     def __contains__(self, key: str) -> bool:
         is_known = key in self._places
         self._has_missed |= not is_known
-        return is_known and not self._is_silent
-
-    @property
-    def _is_silent(self) -> bool:
-        return time.monotonic() < self._silent_until_s
+        return is_known and not self._place.is_silent
 
     def read(self, key: str, payload: memoryview) -> bool:
         """Fills a payload, of the right number of bytes. False for one that is not there or not whole."""
         place = self._places.get(key)
-        if place is None or self._is_silent:
+        if place is None or self._place.is_silent:
             return False
         if place.num_bytes == len(payload) and self._fill(place, key, payload):
             return True
-        if not self._is_silent:
+        if not self._place.is_silent:
             self._places.pop(key, None)
         return False
 
@@ -129,7 +166,7 @@ class Slabs:
         except OSError as error:
             self._fail(error)
             return False
-        digest = piece_digest(self._namespace, key, memoryview(data)).hex()
+        digest = piece_digest(self._place.name, key, memoryview(data)).hex()
         if len(data) != len(payload) or digest != place.digest:
             return False
         payload[:] = data
@@ -137,11 +174,11 @@ class Slabs:
 
     def _range(self, place: Place) -> bytes:
         """Reads a payload out of its slab, as far as that goes. Raises OSError."""
-        path = self._path(f"{place.slab}.slab")
+        path = self._place.path(f"{place.slab}.slab")
         with self._changed:
             file = self._files.get(path)
         if file is None:
-            file = self._system.open_input_file(path)
+            file = self._place.system.open_input_file(path)
             with self._changed:
                 self._files[path] = file
                 if len(self._files) > _MOST_OPEN:
@@ -154,13 +191,9 @@ class Slabs:
     def add(self, key: str, payload: memoryview, digest: bytes) -> None:
         """Queues a payload, which is not written to meanwhile, with its `piece_digest`. Never waits."""
         with self._changed:
-            is_full = self._num_waiting + len(payload) > _MOST_WAITING
-            if not self.is_open or is_full or key in self._places or key in self._waiting:
-                return
-            self._since_s = self._since_s if self._waiting else time.monotonic()
-            self._waiting[key] = payload, digest
-            self._num_waiting += len(payload)
-            self._changed.notify()
+            if self.is_open and key not in self._places:
+                self._waiting.add(key, payload, digest)
+                self._changed.notify()
 
     def close(self) -> None:
         """Ends the thread once what waits is written, or after some time."""
@@ -172,8 +205,10 @@ class Slabs:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._is_due, timeout=_SLAB_S if self._waiting else _LOOK_S / 10)
-                slab = self._next_slab() if self._is_slab_due() else {}
+                self._changed.wait_for(
+                    self._is_due, timeout=_SLAB_S if self._waiting.payloads else _LOOK_S / 10
+                )
+                slab = self._waiting.next_slab() if self._waiting.is_due(at_once=self._is_closing) else {}
                 is_over = self._is_closing and not slab
             if is_over:
                 return
@@ -188,25 +223,11 @@ class Slabs:
                 self._first_look.set()
 
     def _is_due(self) -> bool:
-        return self._is_closing or self._is_slab_due() or self._is_look_due()
-
-    def _is_slab_due(self) -> bool:
-        is_old = time.monotonic() - self._since_s >= _SLAB_S or self._is_closing
-        return bool(self._waiting) and (is_old or self._num_waiting >= _SLAB_BYTES)
+        return self._is_closing or self._waiting.is_due(at_once=False) or self._is_look_due()
 
     def _is_look_due(self) -> bool:
         waited_s = time.monotonic() - self._looked_s
-        return self._has_missed and not self._is_silent and (not self._looked_s or waited_s >= _LOOK_S)
-
-    def _next_slab(self) -> dict[str, _Waiting]:
-        """Takes payloads for a slab. They stay among those that wait until they are written."""
-        slab, num_bytes = dict[str, _Waiting](), 0
-        for key, (payload, digest) in self._waiting.items():
-            if slab and num_bytes + len(payload) > _SLAB_BYTES:
-                break
-            slab[key] = payload, digest
-            num_bytes += len(payload)
-        return slab
+        return self._has_missed and not self._place.is_silent and (not self._looked_s or waited_s >= _LOOK_S)
 
     def _write(self, slab: Mapping[str, _Waiting]) -> None:
         """Writes a slab, then its list. Raises OSError; in any case its payloads wait no longer."""
@@ -227,48 +248,33 @@ class Slabs:
             text = json.dumps([[key, *each.row] for key, each in places.items()]).encode()
             self._put(f"{name}.keys", [memoryview(text)])
             self.counts.objects_written_bytes += offset + len(text)
-            self._lists[self._path(f"{name}.keys")] = len(text)
+            self._lists[self._place.path(f"{name}.keys")] = len(text)
             self._learn(places)
         finally:
             with self._changed:
-                for key, (payload, _) in slab.items():
-                    self._num_waiting -= len(payload) if self._waiting.pop(key, None) else 0
-                self._since_s = time.monotonic()
+                self._waiting.drop(slab)
 
     def _put(self, name: str, parts: list[memoryview]) -> None:
         """Writes an object as a whole, as far as the store can. Raises OSError."""
-        put(self._system, self._path(name), parts)
-
-    # Both
-
-    @property
-    def _system(self) -> FileSystem:
-        """Returns the store. Raises OSError if it could not be opened."""
-        if self._store is None:
-            self._store = open_store(self._url)
-        return self._store[0]
-
-    def _path(self, name: str) -> str:
-        assert self._store is not None or self._system
-        assert self._store is not None
-        return f"{self._store[1]}/{self._namespace}/{name}"
+        put(self._place.system, self._place.path(name), parts)
 
     def _look(self) -> None:
         """Reads the lists that are new, those written last first. Raises OSError."""
         self._has_missed, self._looked_s = False, time.monotonic()
         new = [
             info
-            for info in lists_of(self._system, self._path("").rstrip("/"))
+            for info in lists_of(self._place.system, self._place.path("").rstrip("/"))
             if self._lists.get(info.path) != info.size
         ]
+
+        def read(info: FileInfo) -> dict[str, Place]:
+            return places_of(info.base_name.removesuffix(".keys"), read_whole(self._place.system, info.path))
+
         new.sort(key=lambda info: info.mtime_ns or 0, reverse=True)
         with ThreadPoolExecutor(_LIST_READERS, "objects-lists") as readers:
-            for info, places in zip(new, readers.map(self._read_list, new), strict=True):
+            for info, places in zip(new, readers.map(read, new), strict=True):
                 self._lists[info.path] = info.size
                 self._learn(places)
-
-    def _read_list(self, info: FileInfo) -> dict[str, Place]:
-        return places_of(info.base_name.removesuffix(".keys"), read_whole(self._system, info.path))
 
     def _learn(self, places: Mapping[str, Place]) -> None:
         with self._changed:
@@ -279,13 +285,12 @@ class Slabs:
     def _fail(self, error: Exception) -> None:
         """Leaves the store alone for a while, and writes no more."""
         if self.is_open:
-            logger.warning("nothing is kept in %s any longer: %s", self._url, error)
+            logger.warning("nothing is kept in %s any longer: %s", self._place.url, error)
         with self._changed:
             self.is_open = False
             self._waiting.clear()
-            self._num_waiting = 0
             self._files.clear()
-        self._silent_until_s = time.monotonic() + _SILENT_S
+        self._place.leave_alone()
         self._looked_s, self._has_missed = time.monotonic(), True
         self._first_look.set()
 

@@ -287,7 +287,7 @@ def test_a_store_that_takes_nothing_is_read_all_the_same(
     tmp_path: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(tmp_path, objects.url)
-    monkeypatch.setattr(slabs, "_SILENT_S", 0.0)
+    monkeypatch.setattr(object_store, "_SILENT_S", 0.0)
     monkeypatch.setattr(slabs, "_SLAB_S", 0.01)
 
     def full(*_: object) -> None:
@@ -316,7 +316,7 @@ def test_no_writer_waits_for_a_store_and_what_waits_is_bounded(
         for number in range(100):
             payload = memoryview(payload_of(number))
             below.add(key_of(number), payload, piece_digest("n", key_of(number), payload))
-        assert sum(len(payload) for payload, _ in below._waiting.values()) <= 10 * _SIZE
+        assert sum(len(payload) for payload, _ in below._waiting.payloads.values()) <= 10 * _SIZE
         proxy.may_pass.set()
         below.close()
     kept = Slabs(s3.url("held"), "n", {})

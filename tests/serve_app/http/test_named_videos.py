@@ -229,7 +229,7 @@ class Machines:
 
 @pytest.fixture
 def machines(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    monkeypatch.setattr(object_values, "_SILENT_S", 0.0)
+    monkeypatch.setattr(object_store, "_SILENT_S", 0.0)
     for name in ("_CONNECT_S", "_REQUEST_S"):
         monkeypatch.setattr(object_store, name, 60.0)
     url = s3.url(uuid.uuid4().hex)
@@ -279,7 +279,7 @@ def fails(*_: object) -> None:
 
 def test_a_silent_store_is_left_alone(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     machines.keep(machines.two, _ITEM)
-    monkeypatch.setattr(object_values, "_SILENT_S", 3600.0)
+    monkeypatch.setattr(object_store, "_SILENT_S", 3600.0)
     with monkeypatch.context() as patch:
         patch.setattr(object_values, "read_whole", fails)
         machines.known()
