@@ -12,7 +12,7 @@ many for that, 2,871 of eight devices; tests compare the answer with all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -80,6 +80,81 @@ class SearchResult:
     replicas: Scored | None = None
 
 
+class Points:
+    """Makes points of a space into candidates. demands: by retention. base: settings outside the space."""
+
+    def __init__(
+        self, profile: Profile, demands: Mapping[float, Demand], space: Space, base: Deployment
+    ) -> None:
+        self._profile = profile
+        self._demands = demands
+        self._space = space
+        self._base = base
+        self._works: dict[Hashable, MeanWork] = {}
+
+    def candidates(self) -> list[Candidate]:
+        """Returns the plain layouts whose weights fit, with all settings, the highest bounds first."""
+        return self.fitting(
+            (topology, settings)
+            for topology, degrees in self._space.layouts()
+            for settings in self._space.settings(topology, degrees)
+        )
+
+    def fitting(self, points: Iterable[tuple[Topology, Settings]]) -> list[Candidate]:
+        """Returns those of the points whose weights fit, the highest bounds first."""
+        found = (self.candidate(*point) for point in points if self._allows(point[0], point[1].degrees))
+        return sorted(
+            (each for each in found if each is not None), key=lambda each: (-each.bound, each.layout)
+        )
+
+    def _allows(self, topology: Topology, degrees: Degrees) -> bool:
+        """Returns whether the model's heads can be shared out so, and a server has such workers."""
+        roles = {group.letters: group.roles for group in topology.groups}
+        if not is_served({letters: dict(degrees).get(letters, 1) for letters in roles}):
+            return False
+        parallel = self._profile.parallel
+        return all(parallel is None or parallel.allows(roles[each], n) for each, n in degrees)
+
+    def candidate(self, topology: Topology, settings: Settings) -> Candidate | None:
+        deployment = settings.deployment(topology, self._base)
+        if self._refusal(deployment) is not None:
+            return None
+        demand, work = self._demands[settings.retention], self._work(deployment, settings)
+        return Candidate(topology, settings, deployment, rate_bound(self._profile, deployment, demand, work))
+
+    def _work(self, deployment: Deployment, settings: Settings) -> MeanWork:
+        """Returns the work of a request, the same for all candidates that differ in nothing it depends on."""
+        letters = tuple(group.letters for group in deployment.topology.groups)
+        slots = (deployment.language.max_num_seqs, deployment.decode.max_num_seqs)
+        key = (letters, settings.degrees, slots, settings.retention)
+        if key not in self._works:
+            demand = self._demands[settings.retention]
+            self._works[key] = mean_work(self._profile, deployment, demand.jobs, demand.slo)
+        return self._works[key]
+
+    def _refusal(self, deployment: Deployment) -> InfeasibleError | None:
+        """Returns the error of the first worker that does not fit its device, None if all do."""
+        try:
+            for group in deployment.topology.groups:
+                deployment.memory(self._profile, group.roles)
+        except InfeasibleError as error:
+            return error
+        return None
+
+    def no_memory(self) -> InfeasibleError:
+        """Returns the error of the layout that splits the most, with the first settings, where none fits."""
+        layouts = sorted(self._space.layouts(), key=lambda each: -len(each[0].groups))
+        for topology, degrees in layouts:
+            for settings in self._space.settings(topology, degrees):
+                error = self._refusal(settings.deployment(topology, self._base))
+                if error is not None:
+                    return error
+        return InfeasibleError(
+            f"received {self._space.num_devices} devices, which no layout with these settings uses; allowed "
+            "are numbers that its workers divide; take another number of devices"
+        )
+
+
 class Planner:
     """Searches one space for one demand. base: settings outside the space."""
 
@@ -88,11 +163,10 @@ class Planner:
         self.demand = demand
         self.space = space
         self._base = replace(base, largest_group_patches=_largest_group(demand))
-        self._demands = {share: self._reduced(share) for share in space.retentions}
-        self._works: dict[Hashable, MeanWork] = {}
-
-    def _reduced(self, retention: float) -> Demand:
-        return replace(self.demand, jobs=reduced(self.demand.jobs, retention))
+        self._demands = {
+            share: replace(demand, jobs=reduced(demand.jobs, share)) for share in space.retentions
+        }
+        self.points = Points(profile, self._demands, space, self._base)
 
     @property
     def has_repeats(self) -> bool:
@@ -111,84 +185,22 @@ class Planner:
         """Returns a planner of another space for the same demand."""
         return Planner(self.profile, self.demand, space, self._base)
 
-    def candidates(self) -> list[Candidate]:
-        """Returns the plain layouts whose weights fit, with all settings, the highest bounds first."""
-        return self.fitting(
-            (topology, settings)
-            for topology, degrees in self.space.layouts()
-            for settings in self.space.settings(topology, degrees)
-        )
-
-    def fitting(self, points: Iterable[tuple[Topology, Settings]]) -> list[Candidate]:
-        """Returns those of the points whose weights fit, the highest bounds first."""
-        found = (self._candidate(*point) for point in points if self._allows(point[0], point[1].degrees))
-        return sorted(
-            (each for each in found if each is not None), key=lambda each: (-each.bound, each.layout)
-        )
-
-    def _allows(self, topology: Topology, degrees: Degrees) -> bool:
-        """Returns whether the model's heads can be shared out so, and a server has such workers."""
-        roles = {group.letters: group.roles for group in topology.groups}
-        if not is_served({letters: dict(degrees).get(letters, 1) for letters in roles}):
-            return False
-        parallel = self.profile.parallel
-        return all(parallel is None or parallel.allows(roles[each], n) for each, n in degrees)
-
-    def _candidate(self, topology: Topology, settings: Settings) -> Candidate | None:
-        deployment = settings.deployment(topology, self._base)
-        if self._refusal(deployment) is not None:
-            return None
-        demand, work = self._demands[settings.retention], self._work(deployment, settings)
-        return Candidate(topology, settings, deployment, rate_bound(self.profile, deployment, demand, work))
-
-    def _work(self, deployment: Deployment, settings: Settings) -> MeanWork:
-        """Returns the work of a request, the same for all candidates that differ in nothing it depends on."""
-        letters = tuple(group.letters for group in deployment.topology.groups)
-        slots = (deployment.language.max_num_seqs, deployment.decode.max_num_seqs)
-        key = (letters, settings.degrees, slots, settings.retention)
-        if key not in self._works:
-            demand = self._demands[settings.retention]
-            self._works[key] = mean_work(self.profile, deployment, demand.jobs, demand.slo)
-        return self._works[key]
-
-    def _refusal(self, deployment: Deployment) -> InfeasibleError | None:
-        """Returns the error of the first worker that does not fit its device, None if all do."""
-        try:
-            for group in deployment.topology.groups:
-                deployment.memory(self.profile, group.roles)
-        except InfeasibleError as error:
-            return error
-        return None
-
-    def _no_memory(self) -> InfeasibleError:
-        """Returns the error of the layout that splits the most, with the first settings, where none fits."""
-        layouts = sorted(self.space.layouts(), key=lambda each: -len(each[0].groups))
-        for topology, degrees in layouts:
-            for settings in self.space.settings(topology, degrees):
-                error = self._refusal(settings.deployment(topology, self._base))
-                if error is not None:
-                    return error
-        return InfeasibleError(
-            f"received {self.space.num_devices} devices, which no layout with these settings uses; allowed "
-            "are numbers that its workers divide; take another number of devices"
-        )
-
     def goodput(self, candidate: Candidate, at_least: float = 0.0, known: float | None = None) -> float:
         demand = self.demand_of(candidate)
         return goodput(self.profile, candidate.deployment, demand, at_least=at_least, known=known)
 
     def search(self, on_progress: OnProgress | None = None) -> SearchResult:
         """Searches the space. Raises InfeasibleError, which names the constraint, when nothing fits."""
-        candidates = self.candidates()
+        candidates = self.points.candidates()
         if not candidates:
-            raise self._no_memory()
+            raise self.points.no_memory()
         best: dict[str, Scored] = {}
         done = num_simulated = 0
-        for candidate in chain(self._in_turns(candidates), self._climb(candidates, best)):
+        for candidate in chain(_in_turns(candidates), self._climb(candidates, best)):
             done += 1
             if on_progress is not None:
                 on_progress(done, max(done, len(candidates)))
-            floor = self._floor(best, candidate)
+            floor = _floor(best, candidate)
             if MAX_LOAD * candidate.bound <= floor:
                 continue
             num_simulated += 1
@@ -227,12 +239,6 @@ class Planner:
         except InfeasibleError:
             return None
 
-    @staticmethod
-    def _in_turns(candidates: list[Candidate]) -> Iterator[Candidate]:
-        """Orders colocated layouts first, since every plan is compared with them; then by bound."""
-        yield from (each for each in candidates if is_colocated(each.topology))
-        yield from (each for each in candidates if not is_colocated(each.topology))
-
     def _climb(self, tried: list[Candidate], best: dict[str, Scored]) -> Iterator[Candidate]:
         """Yields what is a step away from the best two layouts, until nothing new is.
 
@@ -241,7 +247,7 @@ class Planner:
         seen = {(each.layout, each.settings) for each in tried}
         while True:
             tops = sorted(best.values(), key=lambda each: -each.goodput)[:2]
-            steps = self.fitting(
+            steps = self.points.fitting(
                 step
                 for each in tops
                 for step in self.space.steps(each.candidate.topology, each.candidate.settings)
@@ -251,19 +257,6 @@ class Planner:
                 return
             seen.update((each.layout, each.settings) for each in new)
             yield from new
-
-    @staticmethod
-    def _floor(best: dict[str, Scored], candidate: Candidate) -> float:
-        """Returns the goodput that a candidate must beat.
-
-        That is the best of its own topology, and the second best of the others, to keep a runner-up.
-        Colocated layouts need to beat only each other.
-        """
-        name = candidate.layout
-        own = best[name].goodput if name in best else 0.0
-        others = sorted((each.goodput for key, each in best.items() if key != name), reverse=True)
-        second = others[1] if len(others) > 1 and not is_colocated(candidate.topology) else 0.0
-        return LEAST_GAIN * max(own, second)
 
     def _ranked(self, best: dict[str, Scored]) -> list[Scored]:
         """Returns the best four and the colocated one, scored again on the same scale.
@@ -309,9 +302,28 @@ class Planner:
             return
         for count in _counts_around(sizes["e"]):
             topology = resized(candidate.topology, "e", count)
-            other = self._candidate(topology, candidate.settings)
+            other = self.points.candidate(topology, candidate.settings)
             if other is not None:
                 yield count, self.goodput(other)
+
+
+def _in_turns(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """Orders colocated layouts first, since every plan is compared with them; then by bound."""
+    yield from (each for each in candidates if is_colocated(each.topology))
+    yield from (each for each in candidates if not is_colocated(each.topology))
+
+
+def _floor(best: dict[str, Scored], candidate: Candidate) -> float:
+    """Returns the goodput that a candidate must beat.
+
+    That is the best of its own topology, and the second best of the others, to keep a runner-up.
+    Colocated layouts need to beat only each other.
+    """
+    name = candidate.layout
+    own = best[name].goodput if name in best else 0.0
+    others = sorted((each.goodput for key, each in best.items() if key != name), reverse=True)
+    second = others[1] if len(others) > 1 and not is_colocated(candidate.topology) else 0.0
+    return LEAST_GAIN * max(own, second)
 
 
 def _counts_around(count: int) -> list[int]:

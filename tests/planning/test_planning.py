@@ -104,7 +104,7 @@ def test_many_devices_are_cells() -> None:
 
 def best_plain(planner: Planner) -> float:
     """The goodput of the best plain layout, each simulated to the end."""
-    return max(planner.goodput(each) for each in planner.candidates())
+    return max(planner.goodput(each) for each in planner.points.candidates())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,9 @@ def test_no_mix_of_four_devices_beats_what_the_search_finds(
     space = Space(4, encode_patches=(4096,), language_seqs=(64,), chunk_tokens=(2048,))
     small = Planner(PROFILE, demand(PROFILE, slo, 20, **part), space, BASE)
     winner = small.search().winner
-    every = small.fitting((topology, each) for topology in mixes(4) for each in space.settings(topology))
+    every = small.points.fitting(
+        (topology, each) for topology in mixes(4) for each in space.settings(topology)
+    )
     assert {str(each.topology) for each in every} == set(map(str, mixes(4)))
     assert not any(small.goodput(each, LEAST_GAIN**2 * winner.goodput) for each in every)
     assert layout in (None, winner.candidate.layout)
@@ -312,7 +314,7 @@ def test_at_the_bound_the_busiest_workers_have_no_time_left(name: str, kinds: st
 
 def test_more_encoders_help_until_something_else_binds() -> None:
     paper = paper_planner()
-    best = next(each for each in paper.candidates() if str(each.topology) == "6e1p1d")
+    best = next(each for each in paper.points.candidates() if str(each.topology) == "6e1p1d")
     scaling = dict(paper.encoder_scaling(best))
     assert scaling[3] < scaling[5] < scaling[6] < scaling[7]
 

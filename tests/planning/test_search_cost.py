@@ -51,7 +51,7 @@ def test_bounds_are_those_of_each_candidate_alone() -> None:
     """Work that candidates share is computed once; whatever changes it must not be shared."""
     space = replace(Space(4, degrees=(1, 2)), retentions=(1.0, 0.5), decode_seqs=(1, 128))
     searched = planner(space, 10)
-    candidates = searched.candidates()
+    candidates = searched.points.candidates()
     assert len({each.bound for each in candidates}) > 20
     for each in candidates:
         assert each.bound == rate_bound(PROFILE, each.deployment, searched.demand_of(each)), each.layout

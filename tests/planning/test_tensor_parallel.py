@@ -88,11 +88,11 @@ def test_heads_that_cannot_be_shared_out_are_left_out() -> None:
     """28 heads of the language model are not for eight; a tower of 25 stays on the first device."""
     want = demand(PROFILE, SLO(ttft_s=5.0), 20, **HEAVY)
     planner = Planner(PROFILE, want, Space(8, degrees=(1, 8)), BASE)
-    assert {n for each in planner.candidates() for _, n in each.settings.degrees} == set()
+    assert {n for each in planner.points.candidates() for _, n in each.settings.degrees} == set()
     large = Planner(LARGE, demand(LARGE, SLO(ttft_s=5.0), 20, **HEAVY), Space(4, degrees=(1, 2)), BASE)
-    shared = {letters for each in large.candidates() for letters, _ in each.settings.degrees}
+    shared = {letters for each in large.points.candidates() for letters, _ in each.settings.degrees}
     assert shared == {"p", "d", "pd", "ep", "ed", "epd"}
-    for each in large.candidates():
+    for each in large.points.candidates():
         degrees = {group.letters: each.settings.degree(group.letters) for group in each.topology.groups}
         assert is_served(degrees), each.layout
 
