@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class HostWeights:
 
 def _register(memory: Tensor, device: torch.device) -> bool:
     """Pins the pages of a mapping, and returns whether that worked; says so either way."""
-    cudart, start_s = torch.cuda.cudart(), time.perf_counter()
+    cudart, start_s = _cudart(), time.perf_counter()
     error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     seconds, size = time.perf_counter() - start_s, memory.nbytes / 1e9
     if int(error) == 0:
@@ -72,4 +73,8 @@ def _register(memory: Tensor, device: torch.device) -> bool:
 
 
 def _unregister(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    _cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -327,15 +327,15 @@ def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
         # The widest types first, so that each tensor is aligned.
         stored.sort(key=lambda each: (-each.dtype_as(dtype).itemsize, order[each.name_in_memory]))
         with target.open("wb") as file:
-            file.write(_header(stored, dtype))
+            file.write(file_header(stored, dtype))
             for each, tensor in read_tensors(stored):
                 _write(file, each.in_memory(tensor, dtype))
     except (ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the weights at '{path}' cannot be copied: {error}") from error
 
 
-def _header(stored: Sequence[StoredTensor], dtype: torch.dtype) -> bytes:
-    """Returns what a safetensors file begins with: the length of its index, and the index."""
+def file_header(stored: Sequence[StoredTensor], dtype: torch.dtype) -> bytes:
+    """Returns what a safetensors file of such tensors begins with: the length of its index, and the index."""
     entries, end = {}, 0
     for each in stored:
         start, end = end, end + each.num_bytes_as(dtype)
