@@ -49,6 +49,7 @@ WAITS: dict[tuple[str, str], str] = {
     ("encoders/reduction/selection.py", "choose"): "kept tokens are placed in the prompt, by their positions",
     ("encoders/reduction/selection.py", "_in_turns"): "the same, of the default method",
     ("encoders/reduction/merging.py", "choose"): "the same, of MustDrop's first stage",
+    ("stages/loading/host_weights.py", "copy_seconds"): "what is timed",
     ("stages/loading/host_weights.py", "tensors"): "all weights of a role together: what follows needs them",
     (
         "stages/loading/weights.py",

@@ -21,6 +21,8 @@ from epd.stages.loading.weight_files import MappedWeights, StoredTensor
 
 logger = logging.getLogger(__name__)
 
+_PART_BYTES = 1 << 28
+
 
 class HostWeights:
     """Maps a file of weights for as long as its worker runs, pinned if the driver can.
@@ -51,6 +53,16 @@ class HostWeights:
         """Unpins the memory. May be called again."""
         if self._unpin is not None:
             self._unpin()
+
+
+def copy_seconds(num_bytes: int, device: torch.device) -> float:
+    """Returns the seconds that a copy of so many bytes from pinned memory takes, by one of a part of them."""
+    part = torch.empty(min(num_bytes, _PART_BYTES), dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(part.shape, dtype=torch.uint8, device=device)
+    for _ in range(2):  # the first also takes memory
+        start_s = time.perf_counter()
+        target.copy_(part)  # waits
+    return (time.perf_counter() - start_s) * num_bytes / part.nbytes
 
 
 def _register(memory: Tensor, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from epd.serve_app.messages import Reserve, endpoint
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
-from epd.stages.loading.host_weights import HostWeights
+from epd.stages.loading.host_weights import HostWeights, copy_seconds
 from epd.stages.loading.weight_files import write_weights
 from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import GPUMemory
@@ -159,3 +160,13 @@ def test_pinned_weights_are_copied_without_a_wait_for_each(
     assert not cuda.cudart.registered
     assert HostWeights(weights, CUDA) is not None
     assert not cuda.cudart.registered, "unpinned with the object"
+
+
+def test_the_price_of_a_copy_is_that_of_a_part_of_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a quarter of a second later; the part is a quarter of 1 GiB, copied twice."""
+    looks = count()
+    monkeypatch.setattr("epd.stages.loading.host_weights.time.perf_counter", lambda: next(looks) / 4)
+    assert copy_seconds(15 << 30, CUDA) == 60 * 0.25
+    assert cuda.launches.count("copy_") == 2
+    assert set(cuda.waits) == {("stages/loading/host_weights.py", "copy_seconds")}
+    assert copy_seconds(1000, CUDA) == 0.25
