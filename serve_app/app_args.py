@@ -54,6 +54,7 @@ STAGE_FIELDS = (
     "worker_classes",
     "decode_tensor_parallel_size",
     "connector",
+    "elastic",
     "num_embeddings",
     "hang_s",
     "drain_s",

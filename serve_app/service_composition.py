@@ -70,6 +70,7 @@ def worker_settings(args: AppArgs, worker_class: str = REST, device: str | None 
         tensor_parallel=args.tensor_parallel,
         encode_beside=args.encode_beside,
         is_alone=args.num_stage_workers == 1,
+        keeps_weights=args.elastic and worker_class == REST,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=own.max_batch_patches,
         max_resize_pixels=args.limits.max_resize_pixels,

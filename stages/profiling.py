@@ -29,6 +29,7 @@ from epd.stages.engine.generation import generation_settings
 from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.setup import build_engine, default_kv_tokens
 from epd.stages.engine.state_pool import state_layout
+from epd.stages.loading.host_weights import copy_seconds
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
 from epd.stages.placement import CPU_FLOAT32, Placement, use_threads
@@ -60,14 +61,15 @@ class Profiler:
         use_threads(num_threads)
         self.placement = placement
         self.clock = _clock(placement, num_threads)
+        loaded = load_role(path, "whole", placement, on_progress=on_progress)
+        self.model: Any = loaded.model
+        # A switch maps weights that a machine's workers share, or copies them to its GPU.
+        copy_s = copy_seconds(loaded.num_bytes, placement.device) if placement.is_cuda else 0.0
         start_s = time.perf_counter()
-        self.model: Any = load_role(path, "whole", placement, on_progress=on_progress).model
-        if not placement.is_cuda:  # whose workers share weights, which a switch maps
-            start_s = time.perf_counter()
         self._options = EngineConfig(kv_cache_dtype=kv_cache_dtype)
         settings = generation_settings(path, self.adapter)
         self.engine: Any = build_engine(self.model, self.adapter, settings, options=self._options)
-        self._switch_s = time.perf_counter() - start_s
+        self._switch_s = copy_s + time.perf_counter() - start_s
         self._num_requests = 0
 
     def profile(self, name: str, device: str, num_repeats: int, show: Callable[[int, int], None]) -> Profile:

@@ -49,6 +49,12 @@ WAITS: dict[tuple[str, str], str] = {
     ("encoders/reduction/selection.py", "choose"): "kept tokens are placed in the prompt, by their positions",
     ("encoders/reduction/selection.py", "_in_turns"): "the same, of the default method",
     ("encoders/reduction/merging.py", "choose"): "the same, of MustDrop's first stage",
+    ("stages/loading/host_weights.py", "copy_seconds"): "what is timed",
+    ("stages/loading/host_weights.py", "tensors"): "all weights of a role together: what follows needs them",
+    (
+        "stages/loading/weights.py",
+        "_move_buffers",
+    ): "what modules compute when they are made",
     ("encoders/batch.py", "static_units"): "how many units the tower is called with",
 }
 
@@ -93,6 +99,7 @@ class FakeCuda(TorchDispatchMode):
         self.waits: list[tuple[str, str]] = []
         self.launches: list[str] = []
         self._values = values or (lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+        self.cudart = FakeCudart()
         self._pinned: list[torch.UntypedStorage] = []
         self._is_checked = True
 
@@ -195,7 +202,8 @@ class FakeCuda(TorchDispatchMode):
     def _is_pinned(self, tensor: Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
             return False
-        return any(tensor.untyped_storage().data_ptr() == each.data_ptr() for each in self._pinned)
+        address = tensor.untyped_storage().data_ptr()
+        return address in self.cudart.registered or any(address == each.data_ptr() for each in self._pinned)
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self._pinned.append(tensor.untyped_storage())  # kept, so that no other memory gets its address
@@ -273,6 +281,32 @@ def _our_frame() -> FrameType:
     raise AssertionError("a wait without a frame of ours")
 
 
+class FakeCudart:
+    """Stands in for the driver's memory calls. error: that registering returns, 0 for none.
+
+    registered: bytes by address; num_calls: of registering.
+    """
+
+    def __init__(self) -> None:
+        self.error = 0
+        self.registered: dict[int, int] = {}
+        self.num_calls = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: ARG002
+        self.num_calls += 1
+        assert address not in self.registered, "the driver refuses what is registered"
+        if not self.error:
+            self.registered[address] = num_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"error {error}"
+
+
 class FakeEvent(NamedTuple):
     """An event of the device that is always passed: nothing runs there."""
 
@@ -299,6 +333,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """Runs on the fake device, with torch's operations in the place of kernels."""
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as mode:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(mode))  # noqa: ARG005
+        patch.setattr(torch.cuda, "cudart", lambda: mode.cudart)
         patch.setattr(Tensor, "pin_memory", lambda tensor: mode.pinned(tensor))
         patch.setattr(torch, "empty", mode.empty)
         for kept in _KEPT:

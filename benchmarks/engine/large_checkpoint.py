@@ -1,6 +1,6 @@
 """A checkpoint of 3B parameters on a CPU: its memory while it loads, and its answer in bfloat16.
 
-    python -m benchmarks.engine.large_checkpoint [--folder DIR] [--section load|answer|switch]
+    python -m benchmarks.engine.large_checkpoint [--folder DIR] [--section load|answer|switch|host]
 
 The checkpoint has the shape of Qwen2.5-VL-3B and random weights in bfloat16, 7.5 GB; it is written to a
 temporary folder (8 GB of disk), or to --folder, where a later run finds it.
@@ -12,6 +12,9 @@ switch: an encode worker becomes one that prefills and decodes, as a fleet's wor
 workers share their weights; from the decision to the first token of a short text, and a second text after it.
 Each round is a process of its own. Only when asked for, to benchmarks/results/role_switch.{json,md};
 --checkpoint names another shape.
+host: the part of the host in a GPU worker's switch. Its file of weights has an index, and a hole of their
+size; its device has no memory, so nothing is copied. Only when asked for, to
+benchmarks/results/role_switch_host.{json,md}; of a 7B unless --checkpoint names another shape.
 Results go to benchmarks/results/large_checkpoint.{json,md}.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,13 +33,15 @@ from itertools import pairwise
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
+from unittest import mock
 
 import torch
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
-from benchmarks.gpu.checkpoint import write_full
+from benchmarks.gpu.checkpoint import write_config, write_full
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import FrameSampling
+from epd.encoders.names import WeightSet
 from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes
 from epd.sampling_params import SamplingParams
@@ -48,23 +54,28 @@ from epd.serve_app.role_messages import Offload, Onload, SetRoles
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.shapes import make_scene
-from epd.stages.loading.weight_files import num_weight_bytes
-from epd.stages.loading.weights import load_role
+from epd.stages.loading.host_weights import HostWeights
+from epd.stages.loading.merged_weights import in_merged_order
+from epd.stages.loading.weight_files import StoredTensor, file_header, num_weight_bytes
+from epd.stages.loading.weights import load_role, skeleton
 from epd.stages.placement import DTYPES, Placement
 from epd.topology import Stage
 from epd.video.demo_video import write_demo_video
 from tests.colocated import ColocatedPipeline
+from tests.models.files import name_in_files
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.serve_app.deployments import Question
 from tests.tiny_models import load_reference
 
 CHECKPOINT, FRAME_SIZE = "Qwen2.5-VL-3B", (168, 308)
+SWITCHED = "Qwen2.5-VL-7B"
 DURATION_S, NUM_FRAMES, MAX_TOKENS = 60.0, 8, 24
 QUESTION = "Which shape appears first?"
 NUM_KV_TOKENS = 4096
 TEXT_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
 _GB = 1e9
+_HOST = "The host's part in a role switch"
 _PIECE = 1 << 20  # values that are read at once
 
 
@@ -202,6 +213,63 @@ def switch_rows(folder: Path, num_rounds: int) -> list[Row]:
     return [child("switch", folder, "bfloat16") for _ in range(num_rounds)]
 
 
+def host_rows(checkpoint: str, num_rounds: int) -> list[Row]:
+    """Times loading each role's weights onto a device that has no memory, from the second time on."""
+    with (
+        tempfile.TemporaryDirectory(prefix="epd-holes-") as temporary,
+        mock.patch("epd.stages.loading.weights.check_room"),  # of that device there is none to be short of
+    ):
+        folder, dtype = Path(temporary), torch.bfloat16
+        kept = HostWeights(write_holes(checkpoint, folder, dtype), torch.device("cpu"))
+        placement = Placement(torch.device("meta"), dtype)
+        rows = []
+        for role in ("encode", "language"):
+            seconds = [_host_seconds(folder, role, placement, kept) for _ in range(num_rounds + 1)][1:]
+            whole, first, cpu = (statistics.median(each) for each in zip(*seconds, strict=True))
+            loaded = load_role(folder, role, placement, kept)
+            rows.append(
+                {
+                    "role": role,
+                    "tensors": len(loaded.tensor_names),
+                    "GB": round(loaded.num_bytes / _GB, 2),
+                    "until the first copy, s": round(first, 3),
+                    "whole, s": round(whole, 3),
+                    "CPU, s": round(cpu, 3),
+                    "copies at 25 GB/s, s": round(loaded.num_bytes / _GB / 25, 3),
+                }
+            )
+    return rows
+
+
+def _host_seconds(
+    folder: Path, role: WeightSet, placement: Placement, kept: HostWeights
+) -> tuple[float, ...]:
+    """Returns the seconds of a load, those until its first copy is queued, and those of CPU."""
+    start_s, cpu_s, first_s = time.perf_counter(), time.process_time(), []
+
+    def note(_num_read: int, _num_bytes: int) -> None:
+        first_s.append(time.perf_counter() - start_s)
+
+    load_role(folder, role, placement, kept, note)
+    return time.perf_counter() - start_s, first_s[0], time.process_time() - cpu_s
+
+
+def write_holes(checkpoint: str, folder: Path, dtype: torch.dtype) -> Path:
+    """Writes a configuration, and a file of weights with a hole in the place of values. Returns the file."""
+    write_config(checkpoint, folder, FRAME_SIZE)
+    places = skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), dtype).state_dict()
+    path = folder / "weights"
+    stored = [
+        StoredTensor(path, name_in_files(checkpoint, name), tuple(places[name].shape), dtype)
+        for name in in_merged_order(list(places))
+    ]
+    header = file_header(stored, dtype)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(each.num_bytes for each in stored))
+    return path
+
+
 def clip_in(folder: Path) -> Path:
     return folder / "clip.mp4"
 
@@ -220,18 +288,32 @@ def prepare(folder: Path, checkpoint: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--section", choices=["load", "answer", "switch"])
-    parser.add_argument("--checkpoint", default=CHECKPOINT, help="of tests.models.published")
-    parser.add_argument("--rounds", type=int, default=3, help="of a switch")
+    parser.add_argument("--section", choices=["load", "answer", "switch", "host"])
+    parser.add_argument("--checkpoint", help="of tests.models.published")
+    parser.add_argument("--rounds", type=int, default=3, help="of a switch, or of the host's part in it")
     parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(CHILDREN[options.child](options.folder, options.dtype)))
         return
+    if options.section == "host":
+        shape = options.checkpoint or SWITCHED
+        rows = {"host": Section("Onto a device without memory", partial(host_rows, shape, options.rounds))}
+        command = "engine.large_checkpoint --section host"
+        run_sections(
+            "role_switch_host",
+            _HOST,
+            rows,
+            list(rows),
+            partial(here, shape, "a hole for weights"),
+            module=command,
+        )
+        return
+    checkpoint = options.checkpoint or CHECKPOINT
     with tempfile.TemporaryDirectory(prefix="epd-large-") as temporary:
-        folder = prepare(options.folder or Path(temporary), options.checkpoint)
-        setting_here = partial(here, options.checkpoint)
+        folder = prepare(options.folder or Path(temporary), checkpoint)
+        setting_here = partial(here, checkpoint)
         sections: dict[str, Section] = {
             "load": Section("Loading", partial(load_rows, folder)),
             "answer": Section("An answer", partial(answer_rows, folder)),
@@ -249,8 +331,8 @@ def main() -> None:
         run_sections("large_checkpoint", "A checkpoint of 3B parameters", sections, wanted, setting_here)
 
 
-def here(checkpoint: str) -> dict[str, Any]:
-    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{checkpoint}, random weights")
+def here(checkpoint: str, weights: str = "random weights") -> dict[str, Any]:
+    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{checkpoint}, {weights}")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "encode": GpuSection("Encoding", measures.encode, 40),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
     "role_switch": GpuSection("A worker changes roles", role_switch, 120),
+    "kept_weights": GpuSection("Roles from files and from pinned memory", measures.kept_weights, 90),
     "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
     "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
     "peers": GpuSection("The same by transformers' own modules", peers, 120),
@@ -67,6 +68,7 @@ NEEDS_CHECKPOINT = (
     "published_files",
     "closed_loop",
     "role_switch",
+    "kept_weights",
 )
 
 

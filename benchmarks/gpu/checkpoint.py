@@ -24,7 +24,14 @@ _MAX_TILES = 12  # of an image, without the one that shows all of it, as InternV
 
 
 def write_full(checkpoint: str, folder: Path, frame_size: tuple[int, int], placement: Placement) -> Path:
-    """Writes config, processor and weights in the placement's type; frames are decoded at `frame_size`.
+    """Writes config, processor and weights in the placement's type; frames are decoded at `frame_size`."""
+    write_config(checkpoint, folder, frame_size)
+    _write_weights(checkpoint, folder, placement)
+    return folder
+
+
+def write_config(checkpoint: str, folder: Path, frame_size: tuple[int, int]) -> None:
+    """Writes config and processor.
 
     Its tokenizer is one of bytes, so its special tokens have other numbers than the published ones.
     InternVL's tiles have the published size, whatever frame_size is.
@@ -39,8 +46,6 @@ def write_full(checkpoint: str, folder: Path, frame_size: tuple[int, int], place
     processor.save_pretrained(folder)
     config = published | shrunk.special_ids(published, processor.tokenizer)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    _write_weights(checkpoint, folder, placement)
-    return folder
 
 
 def _set_tiles(processor: Any, published: Config) -> None:

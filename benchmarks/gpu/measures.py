@@ -29,8 +29,14 @@ from epd.encoders.plans import MediaPlan
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
+from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.process_transport import ProcessTransport
+from epd.serve_app.network.routes import PeerPlace
+from epd.serve_app.role_messages import Offload, Onload, SetRoles
+from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import embedding_layout
+from epd.stages.connectors.gpu_memory import CudaMemory
 from epd.stages.encode.encoder_pool import EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
@@ -40,6 +46,7 @@ from epd.stages.engine.model_runner import ModelRunner, kv_bytes_per_token, kv_l
 from epd.stages.engine.packed_pass import Segment
 from epd.stages.engine.setup import build_engine
 from epd.stages.loading.weights import load_role
+from epd.topology import Stage, role_letters
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
 from tests.models import shrunk
@@ -47,6 +54,7 @@ from tests.models.published import PUBLISHED
 
 _BLOCK_SIZE = 16
 _SOURCE_FPS = 2.0
+ENCODE, ANSWER = frozenset[Stage]({"encode"}), frozenset[Stage]({"prefill", "decode"})
 
 
 def ceilings(setup: Setup) -> Iterator[Row]:
@@ -254,6 +262,37 @@ def encode(setup: Setup) -> Iterator[Row]:
             OK: bool((ours - theirs).abs().max() <= 2e-2 * theirs.abs().max()),
             "TFLOP/s": round(_tower_operations(tower, plan) / encode_s / 1e12, 3),
         }
+
+
+def kept_weights(setup: Setup) -> Iterator[Row]:
+    """A worker without work there, back and there again, its weights from files and from pinned memory."""
+    options = EngineConfig(device=str(setup.placement.device), dtype=setup.placement.dtype_name)
+    here = PeerPlace("w0 1", "here", CudaMemory().visible())
+    for keeps in (False, True):
+        files = PoolFiles(new_fleet_id())
+        files.hold()
+        transport = ProcessTransport(lambda _worker, _envelope: None, lambda _worker: here, files, here)
+        core = WorkerCore("w0", ENCODE, WorkerSettings(setup.path, options, keeps_weights=keeps), transport)
+        try:
+            for before, roles in ((ENCODE, ANSWER), (ANSWER, ENCODE), (ENCODE, ANSWER)):
+                core.handle(Offload(frozenset(), before))
+                times = core.handle(Onload(roles))
+                core.handle(SetRoles(roles))
+                core.step()
+                size = core.load().memory.weight_bytes / 1e9
+                yield {
+                    "weights": "kept" if keeps else "files",
+                    "to": role_letters(roles),
+                    "GB": round(size, 3),
+                    "weights s": round(times.weights_s, 4),
+                    "stages s": round(times.total_s - times.weights_s, 3),
+                    "GB/s": round(size / max(times.weights_s, 1e-9), 2),
+                }
+        finally:
+            core.close()
+            files.release()
+        del core, transport
+        gc.collect()
 
 
 def _replaying(setup: Setup, tower: Any) -> FrameEncoder:

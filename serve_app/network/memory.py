@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "epd-fleet-"
+# Of the memory that is free when it is written, for what is kept there beside the copies of GPUs.
+KEPT_SHARE = 0.5
 _MIB = 1 << 20
 
 
@@ -162,6 +164,21 @@ def remove_orphans() -> None:
         remove_abandoned(parent, _PREFIX)
     for prefix in (SPOOL_PREFIX, CLUSTER_PREFIX):
         remove_abandoned(Path(tempfile.gettempdir()), prefix)
+
+
+def check_kept(path: Path, num_bytes: int) -> None:
+    """Checks, before a shared file is written, that memory may keep it beside all else; says so if it may.
+
+    Raises OSError if it would lie on a disk, or take more than KEPT_SHARE of what is free.
+    """
+    free = available_memory_bytes()
+    sizes = f"{num_bytes / 1e9:.2f} of the {free / 1e9:.2f} GB of memory that are free"
+    if not path.is_relative_to(_MEMORY_FOLDER):
+        raise OSError(errno.ENOSPC, f"{_MEMORY_FOLDER} has no room for {num_bytes / 1e9:.2f} GB", str(path))
+    if num_bytes > KEPT_SHARE * free:
+        allowed = f"{KEPT_SHARE:.0%} at most are kept for role switches"
+        raise OSError(errno.ENOMEM, f"they take {sizes}, of which {allowed}", str(path))
+    logger.info("keeps weights in %s, once for all workers of this machine: roles change from there", sizes)
 
 
 def orphans() -> list[Path]:

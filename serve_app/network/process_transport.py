@@ -21,7 +21,7 @@ from epd.serve_app.network.connector import (
     TransportConfig,
     worker_of,
 )
-from epd.serve_app.network.memory import PoolFiles
+from epd.serve_app.network.memory import PoolFiles, check_kept
 from epd.serve_app.network.packing import AnyPool, AnyShape, Packed
 from epd.serve_app.network.routes import OpenedPools, PeerPlace, Registered, Route
 from epd.stages.connectors.gpu_memory import CudaMemory, GpuMemory
@@ -90,17 +90,26 @@ class ProcessTransport:
     def weights(self, path: Path, placement: Placement) -> Path | None:
         """Returns the file of weights, written by the machine's first worker.
 
-        None without room for it, for a GPU, to which each worker loads its own, and for weights that each
-        quantises.
+        None without room for it, which is told, and for weights that each quantises. For GPUs, which have
+        copies, it lies in memory and takes no more than `KEPT_SHARE` of what is free.
         """
-        if placement.is_cuda or placement.quantization is not None:
+        if placement.quantization is not None:
             return None
-        dtype = placement.dtype
+        dtype, name = placement.dtype, f"weights-{placement.dtype}"
         num_bytes = num_weight_bytes(path, dtype)
+
+        def write(target: Path) -> None:
+            if placement.is_cuda:
+                check_kept(target, num_bytes)
+            write_weights(path, dtype, target)
+
         try:
-            return self._files.shared(f"weights-{dtype}", num_bytes, partial(write_weights, path, dtype))
-        except OSError:
-            logger.warning("no room for %d bytes of shared weights: each worker reads its own", num_bytes)
+            return self._files.shared(name, num_bytes, write)
+        except OSError as error:
+            size, reason = num_bytes / 1e9, error.strerror
+            logger.warning(
+                "no room for %.2f GB of shared weights, each worker reads its own: %s", size, reason
+            )
             return None
 
     def routes(self) -> Mapping[str, str]:

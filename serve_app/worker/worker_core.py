@@ -293,12 +293,12 @@ class WorkerCore:
         return self._has_moved
 
     def close(self) -> None:
-        """Ends the threads and processes that the worker has started."""
+        """Ends the threads and processes that the worker has started, and what it has pinned."""
         if self._beside is not None:
             self._beside.close()
         for role in self.hosted.values():
             role.close()
-        self._builder.end_ranks()
+        self._builder.release()
 
     def has_work(self) -> bool:
         """Returns whether any work is left: then messages from other workers may need a step."""

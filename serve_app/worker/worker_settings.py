@@ -51,6 +51,7 @@ class WorkerSettings:
     encoded_in, embeddings_in: types that encoders compute in and language models take, where workers are of
     several classes; None for the placement's
     image_background: colour behind transparent images, which changes what is kept of them
+    keeps_weights: a GPU worker copies the weights of other roles from its machine's memory: see `HostWeights`
     samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
     pace: of passes that last as on other devices; None, and always None beyond this process, for no other
     """
@@ -72,6 +73,7 @@ class WorkerSettings:
     encoded_in: torch.dtype | None = None
     embeddings_in: torch.dtype | None = None
     image_background: str = ""
+    keeps_weights: bool = False
     samples_load: bool = True
     pace: WorkerPace | None = None
 

@@ -39,7 +39,8 @@ from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.kv_store import kv_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
 from epd.stages.kept_files import EMBEDDINGS_KIND, kept_files
-from epd.stages.loading.weights import WholeModel
+from epd.stages.loading.host_weights import HostWeights
+from epd.stages.loading.weights import WholeModel, load_role
 from epd.stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
     GPUMemory,
@@ -77,7 +78,9 @@ class StageBuilder:
         self.placement = settings.placement()
         self.generation = generation_settings(settings.model_path, self.adapter)
         self.weights_s = 0.0  # spent on weights so far
-        self._whole = self._mapped()
+        self._whole: WholeModel | None = None
+        self._kept: HostWeights | None = None
+        self._share_weights()
         self._language: Any = None
         self._encoder: Any = None
         self._ranks: ProcessRanks | None = None
@@ -299,6 +302,12 @@ class StageBuilder:
         if self._ranks is not None:
             self._ranks.check()
 
+    def release(self) -> None:
+        """Ends what runs beside the worker, and unpins its machine's weights."""
+        self.end_ranks()
+        if self._kept is not None:
+            self._kept.close()
+
     def end_ranks(self) -> None:
         """Ends the processes that share the language model, if there are any."""
         if self._ranks is not None:
@@ -350,34 +359,36 @@ class StageBuilder:
         return self._encoder
 
     def _load(self, role: WeightSet) -> Any:
-        start_s = time.perf_counter()
+        start_s, path, placement = time.perf_counter(), self.settings.model_path, self.placement
+        has_head = self.settings.engine.has_draft_head
         if self._whole is not None:
             model = self._whole.part(role)
+        elif self._kept is not None:
+            model = load_role(path, role, placement, self._kept, with_draft_head=has_head).model
         else:
             size = self._num_ranks if role == "language" else 1
-            model, ranks = load_with_ranks(
-                self.settings.model_path,
-                role,
-                self.placement,
-                size,
-                with_draft_head=self.settings.engine.has_draft_head,
-            )
+            model, ranks = load_with_ranks(path, role, placement, size, with_draft_head=has_head)
             self._ranks = ranks or self._ranks
         self.weights_s += time.perf_counter() - start_s
         return model
 
-    def _mapped(self) -> WholeModel | None:
-        """Returns the whole model if workers share its weights: parts that are not run take no memory.
+    def _share_weights(self) -> None:
+        """Maps the weights that a machine's workers share: parts that are not run take no memory of a CPU.
 
-        Ranks read their own parts.
+        A GPU gets copies of its parts, so there they are kept for other roles alone. Ranks read their own.
         """
-        path = self.settings.model_path
-        is_apart = self.settings.is_alone or self.settings.tensor_parallel.max_size > 1
-        weights = None if is_apart else self.transport.weights(path, self.placement)
+        settings, path = self.settings, self.settings.model_path
+        is_apart = settings.is_alone or settings.tensor_parallel.max_size > 1
+        if is_apart or (self.placement.is_cuda and not settings.keeps_weights):
+            return
+        weights = self.transport.weights(path, self.placement)
         if weights is None:
-            return None
-        has_head = self.settings.engine.has_draft_head
-        return WholeModel(path, self.placement, weights, with_draft_head=has_head)
+            return
+        if self.placement.is_cuda:
+            self._kept = HostWeights(weights, self.placement.device)
+            return
+        has_head = settings.engine.has_draft_head
+        self._whole = WholeModel(path, self.placement, weights, with_draft_head=has_head)
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:

@@ -273,20 +273,32 @@ def _read(opened: Any, stored: StoredTensor) -> Tensor:
 
 
 def mapped_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """Maps files of `write_weights`, each once: what follows each other there does so in memory.
-
-    The tensors are memory of the file, which stays mapped as long as one of them is kept.
-    """
+    """Maps files of `write_weights`, each once, and yields their tensors, which are their memory."""
     for file, tensors in groupby(stored, lambda each: each.file):
+        mapped = MappedWeights(file)
+        for each in tensors:
+            yield each, mapped.tensor(each)
+
+
+class MappedWeights:
+    """Maps a file of `write_weights`: what follows each other there does so in memory.
+
+    memory: all of the file, uint8 [n]. It stays mapped as long as one of its tensors is kept.
+    """
+
+    def __init__(self, file: Path, *, is_shared: bool = False) -> None:
+        """Reads the index. is_shared: pages are those of the file even where a device might write them."""
         with file.open("rb") as stream:
             num_index_bytes = int.from_bytes(stream.read(8), "little")
-            index = json.loads(stream.read(num_index_bytes))
-        memory = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[
-            8 + num_index_bytes :
-        ]
-        for each in tensors:
-            start, stop = index[each.name]["data_offsets"]
-            yield each, memory[start:stop].view(each.dtype).view(each.shape)
+            self._index = json.loads(stream.read(num_index_bytes))
+        size = file.stat().st_size
+        self.memory = torch.from_file(str(file), shared=is_shared, size=size, dtype=torch.uint8)
+        self._values = self.memory[8 + num_index_bytes :]
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """Returns a tensor of the file."""
+        start, stop = self._index[stored.name]["data_offsets"]
+        return self._values[start:stop].view(stored.dtype).view(stored.shape)
 
 
 def _runs(stored: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
@@ -315,15 +327,15 @@ def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
         # The widest types first, so that each tensor is aligned.
         stored.sort(key=lambda each: (-each.dtype_as(dtype).itemsize, order[each.name_in_memory]))
         with target.open("wb") as file:
-            file.write(_header(stored, dtype))
+            file.write(file_header(stored, dtype))
             for each, tensor in read_tensors(stored):
                 _write(file, each.in_memory(tensor, dtype))
     except (ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the weights at '{path}' cannot be copied: {error}") from error
 
 
-def _header(stored: Sequence[StoredTensor], dtype: torch.dtype) -> bytes:
-    """Returns what a safetensors file begins with: the length of its index, and the index."""
+def file_header(stored: Sequence[StoredTensor], dtype: torch.dtype) -> bytes:
+    """Returns what a safetensors file of such tensors begins with: the length of its index, and the index."""
     entries, end = {}, 0
     for each in stored:
         start, end = end, end + each.num_bytes_as(dtype)

@@ -38,6 +38,7 @@ from epd.host_memory import map_large_tensors
 from epd.stages.attention.support import check_attention
 from epd.stages.device_memory import check_room
 from epd.stages.loading.draft_modules import add_draft_head
+from epd.stages.loading.host_weights import HostWeights
 from epd.stages.loading.merged_weights import MergedMemory, merged_part
 from epd.stages.loading.quantized_linear import products_text, quantize_modules, quantized_on_load
 from epd.stages.loading.weight_files import (
@@ -145,7 +146,7 @@ def load_role(
     path: Path,
     role: WeightSet,
     placement: Placement,
-    weights: Path | None = None,
+    weights: Path | HostWeights | None = None,
     on_progress: OnBytes | None = None,
     cut: Cut | None = None,
     *,
@@ -154,7 +155,7 @@ def load_role(
     """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
 
     placement: where its weights go, and their type.
-    weights: what `write_weights` has made of it, to be mapped instead of being read.
+    weights: what `write_weights` has made of it, to be mapped, or copied to a GPU, instead of being read.
     on_progress: called with the bytes that have been read, and with all of them.
     cut: leaves the part of a rank, which alone is read; not with `weights`.
     with_draft_head: whether the language model has its head for drafts, see `add_draft_head`; not with `cut`.
@@ -172,7 +173,7 @@ def load_role(
         with _LOADING:
             model = skeleton(config, placement.dtype)
             prune(model, role)
-            listed = listed_tensors(path) if weights is None else list(tensors_in(weights))
+            listed = _listed(path, weights)
             if with_draft_head and role != "encode":
                 add_draft_head(model, (each.name for each in listed))
             stored = with_forms(listed, quantization)
@@ -183,7 +184,7 @@ def load_role(
             forms = [each.form for each in stored if each.form is not None]
             quantize_modules(model, forms, is_weight_only=is_weight_only)
             parts = cut(model) if cut is not None else {}
-            loaded = _fill(model, path, stored, placement, on_progress, parts, is_copied=weights is None)
+            loaded = _fill(model, path, stored, placement, on_progress, parts, weights)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
@@ -233,10 +234,10 @@ def _fill(
     placement: Placement,
     on_progress: OnBytes | None,
     parts: Mapping[str, TensorPart],
-    *,
-    is_copied: bool,
+    weights: Path | HostWeights | None,
 ) -> LoadedModel:
-    """Reads the tensors that the model has a place for, and no others."""
+    """Reads the tensors that the model has a place for, and no others. weights: as in `load_role`."""
+    is_copied = not isinstance(weights, Path)
     known = model.state_dict(keep_vars=True)
     name_of = names_of(model, known)
     named = ((each, name_of(each.name_in_memory)) for each in stored)
@@ -248,7 +249,7 @@ def _fill(
     _check_rows(places, known)
     _check_complete(model, places.values())
     merged = MergedMemory(known)
-    for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
+    for each, tensor in _tensors_of(places, weights):
         placed = _placed(each, tensor, placement)
         if is_copied:
             rows = merged.place(places[each], placed)
@@ -288,6 +289,20 @@ def _check_complete(model: Any, names: Iterable[str]) -> None:
         raise ValueError(f"{len(missing)} tensors are missing, such as {min(missing)}; get all of the files")
 
 
+def _listed(path: Path, weights: Path | HostWeights | None) -> list[StoredTensor]:
+    if weights is None:
+        return listed_tensors(path)
+    return list(tensors_in(weights if isinstance(weights, Path) else weights.file))
+
+
+def _tensors_of(
+    places: Mapping[StoredTensor, str], weights: Path | HostWeights | None
+) -> Iterator[tuple[StoredTensor, Tensor]]:
+    if weights is None:
+        return _read_merged_first(places)
+    return mapped_tensors(places) if isinstance(weights, Path) else weights.tensors(places)
+
+
 def _read_merged_first(places: Mapping[StoredTensor, str]) -> Iterator[tuple[StoredTensor, Tensor]]:
     """Reads what is merged before the rest: of that nothing is kept as it was read, so no mapping stays."""
     is_merged = {each: merged_part(name) is not None for each, name in places.items()}
@@ -305,7 +320,7 @@ def _bytes_by_role(places: Mapping[StoredTensor, str], dtype: torch.dtype) -> di
 
 def _placed(stored: StoredTensor, tensor: Tensor, placement: Placement) -> Tensor:
     """Brings what was read to its device, and to its type there: what travels is as small as the files."""
-    return stored.in_memory(tensor.to(placement.device), placement.dtype)
+    return stored.in_memory(tensor.to(placement.device, non_blocking=True), placement.dtype)
 
 
 class WholeModel:

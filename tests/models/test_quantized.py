@@ -17,6 +17,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import ModelError, UnsupportedModelError
 from epd.serve_app.local.fleet import LocalTransport
 from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.loading.host_weights import HostWeights
 from epd.stages.loading.quantized_linear import QuantizedLinear, product_of
 from epd.stages.loading.weight_files import num_weight_bytes, write_weights
 from epd.stages.loading.weights import WholeModel, load_role
@@ -171,11 +172,14 @@ def test_mapped_weights_are_those_that_are_read(subject: Subject, tmp_path: Path
         sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
     assert sum(sizes) == num_weight_bytes(path, torch.float32)
     whole = WholeModel(path, CPU_FLOAT32, tmp_path / "weights")
+    kept = HostWeights(tmp_path / "weights", CPU_FLOAT32.device)
     for role in ("encode", "language"):
         mapped = dict(whole.part(role).named_parameters())
+        copied = dict(load_role(path, role, CPU_FLOAT32, kept).model.named_parameters())
         read = dict(load_role(path, role, CPU_FLOAT32).model.named_parameters())
-        assert mapped.keys() == read.keys()
+        assert mapped.keys() == copied.keys() == read.keys()
         assert all(torch.equal(bits_of(mapped[name]), bits_of(read[name])) for name in read)
+        assert all(torch.equal(bits_of(copied[name]), bits_of(read[name])) for name in read)
         starts = {name: each.data_ptr() for name, each in mapped.items()}
         for name in starts:
             if ".k_proj." in name:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.stages.decoder.layers import layers_of
+from epd.stages.loading.host_weights import HostWeights
 from epd.stages.loading.merged_weights import (
     DELTA,
     GATE_UP,
@@ -51,14 +52,17 @@ def are_side_by_side(model: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("is_mapped", [False, True], ids=["read", "mapped"])
-def test_weights_are_loaded_where_they_are_merged(family: Family, tmp_path: Path, is_mapped: bool) -> None:
+@pytest.mark.parametrize("way", ["read", "mapped", "kept"])
+def test_weights_are_loaded_where_they_are_merged(family: Family, tmp_path: Path, way: str) -> None:
     """So that building a decoder copies nothing, and workers go on sharing what is mapped."""
-    if is_mapped:
-        write_weights(family.path, torch.float32, tmp_path / "weights")
-        model: Any = WholeModel(family.path, CPU_FLOAT32, tmp_path / "weights").part("language")
+    weights = tmp_path / "weights"
+    if way != "read":
+        write_weights(family.path, torch.float32, weights)
+    if way == "mapped":
+        model: Any = WholeModel(family.path, CPU_FLOAT32, weights).part("language")
     else:
-        model = load_role(family.path, "language", CPU_FLOAT32).model
+        kept = HostWeights(weights, CPU_FLOAT32.device) if way == "kept" else None
+        model = load_role(family.path, "language", CPU_FLOAT32, kept).model
     assert are_side_by_side(model)
     before = [part.data_ptr() for parts in groups_of(model) for part in parts]
     layers_of(model.get_decoder())

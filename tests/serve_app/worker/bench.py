@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -164,14 +164,23 @@ class Bench:
             assert num_held(core) == 0
 
 
-def answered(path: Path, topology: str, media: tuple[Path, ...], **settings: Any) -> list[int]:
+def answered(
+    path: Path,
+    topology: str,
+    media: tuple[Path, ...],
+    prepare: Callable[[Bench], None] = lambda _: None,
+    **settings: Any,
+) -> list[int]:
     """The tokens of one question about media in 1epd or 1e1p1d, in float32. settings: of workers.
+
+    prepare: called with the workers before the question.
 
     Drawn, so that they depend on all of the logits: the likeliest one may be the same whatever is computed.
     """
     sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=2.0, seed=5)
     question = Question(media, sampling=sampling)
     bench = Bench(path, topology, {"device": "cpu", "dtype": "float32", **settings})
+    prepare(bench)
     plan = bench.plan(question)
     assert bench.submit("r", plan, "p0" if topology == "1e1p1d" else "epd0")
     bench.finish({"r": (question, plan)}, "e0" if topology == "1e1p1d" else "epd0")

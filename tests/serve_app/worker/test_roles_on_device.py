@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,15 @@ from epd.serve_app.messages import Reserve, endpoint
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
+from epd.stages.loading.host_weights import HostWeights, copy_seconds
+from epd.stages.loading.weight_files import write_weights
+from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import GPUMemory
 from epd.stages.placement import Placement
 from epd.topology import Stage
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Family
-from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
+from tests.fake_cuda import CUDA, FakeCuda, UnlistedWaitError, fake_cuda
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench
 
@@ -93,3 +97,76 @@ def test_an_encoder_takes_more_patches_together_on_a_gpu(family: Family, cuda: F
         with cuda.unchecked():
             stage = StageBuilder(settings, LocalTransport()).encode("e0.encode")
         assert stage._max_batch_patches == taken
+
+
+@pytest.fixture
+def weights(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that workers of a machine share."""
+    path = tmp_path / "weights"
+    write_weights(checkpoints["qwen2_5_vl"], torch.float32, path)
+    monkeypatch.setattr(LocalTransport, "weights", lambda *_: path)
+    return path
+
+
+@pytest.mark.parametrize(("keeps", "error"), [(False, 0), (True, 0), (True, 2)])
+def test_each_worker_pins_the_weights_of_its_machine_once(
+    checkpoints: dict[str, Path],
+    weights: Path,
+    cuda: FakeCuda,
+    caplog: pytest.LogCaptureFixture,
+    keeps: bool,
+    error: int,
+) -> None:
+    """It gives them back when it ends. Where they cannot be pinned, that is told, and roles change too."""
+    cuda.cudart.error = error
+    with cuda.unchecked():
+        bench = Bench(checkpoints["qwen2_5_vl"], "1e1p1d", {"keeps_weights": keeps})
+        for roles, others in ((DECODE, OTHERS), (OTHERS, DECODE)):
+            bench.tell("d0", Offload(frozenset(), roles))
+            bench.tell("d0", Onload(others))
+            bench.tell("d0", SetRoles(others))
+            bench.step()
+            assert set(bench.cores["d0"].hosted) == others
+    assert cuda.cudart.num_calls == (len(bench.cores) if keeps else 0)
+    assert list(cuda.cudart.registered.values()) == [weights.stat().st_size] * (
+        3 if keeps and not error else 0
+    )
+    assert caplog.text.count("GB of weights are not pinned: error 2; roles change slower") == (
+        3 if error else 0
+    )
+    for core in bench.cores.values():
+        core.close()
+        core.close()
+    assert not cuda.cudart.registered
+
+
+def test_pinned_weights_are_copied_without_a_wait_for_each(
+    checkpoints: dict[str, Path], weights: Path, cuda: FakeCuda
+) -> None:
+    path, placement = checkpoints["qwen2_5_vl"], Placement(CUDA, torch.float32)
+    kept = HostWeights(weights, CUDA)
+    (mapping,) = [each for each in Path("/proc/self/maps").read_text().splitlines() if str(weights) in each]
+    assert "rw-s" in mapping, "a driver that may write pages of another mapping takes copies of them"
+    loaded = load_role(path, "language", placement, kept)
+    assert cuda.waits[0] == ("stages/loading/host_weights.py", "tensors"), "for all of them together"
+    assert set(cuda.waits[1:]) == {("stages/loading/weights.py", "_move_buffers")}
+    assert {each.device.type for each in loaded.model.parameters()} == {"cuda"}
+    with pytest.raises(UnlistedWaitError, match="memory that is not pinned"):
+        load_role(path, "language", placement)
+    kept.close()
+    with pytest.raises(UnlistedWaitError, match="memory that is not pinned"):
+        load_role(path, "language", placement, kept)
+    del kept
+    assert not cuda.cudart.registered
+    assert HostWeights(weights, CUDA) is not None
+    assert not cuda.cudart.registered, "unpinned with the object"
+
+
+def test_the_price_of_a_copy_is_that_of_a_part_of_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a quarter of a second later; the part is a quarter of 1 GiB, copied twice."""
+    looks = count()
+    monkeypatch.setattr("epd.stages.loading.host_weights.time.perf_counter", lambda: next(looks) / 4)
+    assert copy_seconds(15 << 30, CUDA) == 60 * 0.25
+    assert cuda.launches.count("copy_") == 2
+    assert set(cuda.waits) == {("stages/loading/host_weights.py", "copy_seconds")}
+    assert copy_seconds(1000, CUDA) == 0.25
