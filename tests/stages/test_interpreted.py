@@ -53,6 +53,7 @@ PARTS = {
     "tower": lambda: towers.compare_fused("cpu", torch.float32),
     "fusions": lambda: fusions.compare_all("cpu"),
     "delta": lambda: delta.compare_all("cpu"),
+    "answer": delta.compare_answer,
     "experts": lambda: experts.compare_all("cpu"),
     "arranged": lambda: experts.compare_arranged("cpu"),
     "products": lambda: products.compare_all("cpu"),
@@ -110,6 +111,7 @@ def without_triton() -> dict[str, str]:
         ("tower", None),
         ("fusions", 15 * len(SHAPES)),
         ("delta", sum(len(case.passes) for case in DELTA)),
+        ("answer", 3 * 4),  # of three layers, a prompt and three decodes
         ("experts", len(EXPERTS)),
         ("arranged", 2),
         ("products", len(PRODUCTS)),
