@@ -202,8 +202,11 @@ class DeltaPlan:
 
     def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
         """Returns [T, H, Dv]. matrices: float32 [slots, H, Dk, Dv], of which `targets` are written."""
-        if uses_kernels(matrices):
-            return self.work.attend(inputs, matrices)
+        attend = self.work.attend if uses_kernels(matrices) else self.attend_plainly
+        return attend(inputs, matrices)
+
+    def attend_plainly(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
+        """Computes the same in plain torch."""
         inputs, out = inputs.by_value(), torch.empty_like(inputs.value)
         if self.singles is not None:
             step = delta_step(inputs.at(self.singles), matrices.index_select(0, self.sources))

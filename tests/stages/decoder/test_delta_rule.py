@@ -123,7 +123,7 @@ def _beside(inputs: DeltaInputs, device: torch.device) -> DeltaInputs:
     """The same on a device, values as a part of wider rows."""
     there = DeltaInputs(*(each.to(device).contiguous() for each in inputs))
     wide = torch.cat([there.key.flatten(1), there.value.flatten(1)], dim=1)
-    return there._replace(value=wide[:, there.key[0].numel() :].unflatten(1, there.value.shape[1:]))
+    return there._replace(value=wide[:, there.key[0].numel() :].view(there.value.shape))
 
 
 def theirs(function: object, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
