@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from benchmarks.gpu import checks, measures
+from benchmarks.gpu import checks, delta, measures
 from benchmarks.gpu.peers import peers
 from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
@@ -45,6 +45,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "load": GpuSection("Loading the checkpoint", measures.load, 120),
     "published_files": GpuSection("From a file to the first token, as published", published_files, 400),
     "closed_loop": GpuSection("Requests a second", closed_loop, 300),
+    "delta": GpuSection("The gated delta rule alone", delta.measured, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
     "in_fp8": GpuSection("Passes with layers in FP8", measures.in_fp8, 90),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from benchmarks.gpu import delta
 from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.workers import SplitPipeline
@@ -53,8 +54,9 @@ _PATCHES = PatchSpec(14, 2, 2, (122.77, 116.75, 104.09), (68.5, 66.63, 70.32), 3
 
 
 def kernels(setup: Setup) -> Iterator[Row]:
-    """Attention, keys and values, patches, and quantised matrices, on the device against the CPU."""
+    """Attention, keys and values, states, patches, and quantised matrices, on the device against the CPU."""
     yield _patches(setup)
+    yield from delta.rule(setup)
     for dtype in dict.fromkeys((torch.float32, setup.placement.dtype)):
         for heads in _HEADS:
             yield _attention(setup, dtype, *heads)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from epd.stages.decoder.delta_rule import DeltaInputs, DeltaPlan
+from epd.stages.decoder.delta_rule import CHUNK, DeltaInputs, DeltaPlan
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import RmsNorm
 
@@ -88,12 +89,21 @@ class GatedDelta:
         widths = [sizes.num_channels, sizes.value_channels, sizes.num_heads, sizes.num_heads]
         mixed, gates, strengths, decays = torch.split(self.projection(rows), widths, dim=1)
         mixed = silu(plan.convolve(mixed, self.filters, tails).to(rows.dtype))
-        inputs = self._inputs(mixed, strengths, decays)
+        inputs = self.inputs(mixed, strengths, decays)
         out = self.norm(plan.attend(inputs, matrices).to(rows.dtype))
         gates = silu(gates.float()).view(num_rows, sizes.num_heads, sizes.value_dim)
         return (out * gates).to(rows.dtype).flatten(1)
 
-    def _inputs(self, mixed: Tensor, strengths: Tensor, decays: Tensor) -> DeltaInputs:
+    def warm_up(self, matrices: Tensor) -> None:
+        """Launches the kernels of short runs and of chunks. matrices: of all slots, which stay."""
+        for num_rows in (1, CHUNK):
+            mixed = self.filters.new_zeros(num_rows, self.sizes.num_channels)
+            gates = self.rates.new_zeros(num_rows, self.sizes.num_heads)
+            starts = np.array([0, num_rows], np.int32)
+            plan = DeltaPlan.build(starts, [(None, -1, 0)], matrices.device)
+            plan.attend(self.inputs(mixed, gates, gates), matrices)
+
+    def inputs(self, mixed: Tensor, strengths: Tensor, decays: Tensor) -> DeltaInputs:
         """Splits convolved rows [T, channels] into heads, [T, H] of strengths and decays beside them."""
         sizes = self.sizes
         widths = [sizes.key_channels, sizes.key_channels, sizes.value_channels]
@@ -107,10 +117,9 @@ class GatedDelta:
         )
 
     def _directions(self, rows: Tensor) -> Tensor:
-        """Returns [T, H, Dk] of length 1, each head of keys as often as it serves one of values."""
+        """Returns [T, Hk, Dk] of length 1."""
         heads = rows.reshape(-1, self.sizes.num_key_heads, self.sizes.key_dim)
-        unit = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LENGTH_EPS)
-        return unit.repeat_interleave(self.sizes.num_heads // self.sizes.num_key_heads, dim=1)
+        return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LENGTH_EPS)
 
 
 @dataclass(frozen=True, slots=True)

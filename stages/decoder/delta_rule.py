@@ -7,8 +7,10 @@ computes one step. A run of a prompt is computed in chunks: within one, all toke
 system, and the matrix goes from chunk to chunk. A decode with drafts is a chunk too, with all others, whose
 matrix is that after the known tokens:
 
-    rows of a pass    | a | b | c known, drafts ... | d known | drafts |        all of it plain torch,
-                      one step  one padded chunk of c and d                     on a GPU too
+    rows of a pass    | a | b | c known, drafts ... | d known | drafts |
+                      one step  one padded chunk of c and d
+
+All of it is plain torch, the twin of the kernels of GPUs in `stages/kernels/delta_rule.py`.
 
 Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464, section 3.3).
 """
@@ -25,15 +27,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epd.encoders.device import arrays_to_device
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.stages import kernels
 from epd.types import Int32Array, Int64Array
 
-_CHUNK = 64
+CHUNK = 64
+# Rows of a run that a kernel computes one after another; of more it makes chunks.
+_MOST_STEPS = 16
 
 
 class DeltaInputs(NamedTuple):
     """Holds the inputs of T tokens, float32.
 
-    query, key: [T, H, Dk], of length 1, the query scaled. value: [T, H, Dv]. decay, strength: [T, H].
+    query, key: [T, Hk, Dk], of length 1, the query scaled; each head serves as many of values as any other.
+    value: [T, H, Dv]. decay, strength: [T, H].
     """
 
     query: Tensor
@@ -45,12 +52,18 @@ class DeltaInputs(NamedTuple):
     def at(self, rows: Tensor | slice) -> DeltaInputs:
         return DeltaInputs(*(each[rows] for each in self))
 
+    def by_value(self) -> DeltaInputs:
+        """Repeats heads of queries and keys, so that there are as many as of values."""
+        times = self.value.shape[1] // self.key.shape[1]
+        query, key = (each.repeat_interleave(times, dim=1) for each in (self.query, self.key))
+        return self._replace(query=query, key=key)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaRun:
     """Holds the packed rows [start, stop) of a sequence.
 
-    source: the slot it reads; None at its start. target: the one it writes.
+    source: the slot it reads; None at its start. target: the one it writes; to kernels -1 is none.
     num_drafts: of its last rows, which read what the others have done, and are in nothing that is written.
     """
 
@@ -67,6 +80,10 @@ class DeltaRun:
     @property
     def num_known(self) -> int:
         return self.num_rows - self.num_drafts
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        return -1 if self.source is None else self.source, self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,36 @@ class DraftedRuns:
         out.index_copy_(0, self.packed, own.flatten(0, 1).index_select(0, self.places))
 
 
+class DeltaWork(NamedTuple):
+    """Holds what kernels compute of a pass, int32 on the device; `stages/kernels/delta_rule.py` says how.
+
+    steps: [N, 5]. chunks: [M, 2]. walks: [R, 4].
+    """
+
+    steps: Tensor
+    chunks: Tensor
+    walks: Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[DeltaRun], device: torch.device) -> DeltaWork:
+        short = [each for each in runs if each.num_drafts or each.num_rows <= _MOST_STEPS]
+        long = [each for each in runs if not each.num_drafts and each.num_rows > _MOST_STEPS]
+        steps = [(each.start, each.num_rows, each.num_known, *each.slots) for each in short]
+        chunks = [
+            (each.start + at, each.num_rows - at) for each in long for at in range(0, each.num_rows, CHUNK)
+        ]
+        walks = [(each.start, each.num_rows, *each.slots) for each in long]
+        tables = ((steps, 5), (chunks, 2), (walks, 4))
+        return cls(*arrays_to_device([np.array(each, np.int32).reshape(-1, n) for each, n in tables], device))
+
+    def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
+        """Computes what `DeltaPlan.attend` does, on a GPU."""
+        out = inputs.value.new_empty(inputs.value.shape)
+        kernels.delta_steps_fused(inputs, matrices, self.steps, out)
+        kernels.delta_chunks_fused(inputs, matrices, self.chunks, self.walks, CHUNK, out)
+        return out
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
     """Says which slots the rows of a pass read and write; no slot that is written is read.
@@ -121,6 +168,7 @@ class DeltaPlan:
     sources, targets: their slots, int64 [S] on the device.
     drafted: sequences with drafts; None without any.
     runs: the others.
+    work: the same for kernels.
     """
 
     singles: Tensor | slice | None
@@ -128,6 +176,7 @@ class DeltaPlan:
     targets: Tensor
     drafted: DraftedRuns | None
     runs: tuple[DeltaRun, ...]
+    work: DeltaWork
 
     @classmethod
     def build(
@@ -148,11 +197,17 @@ class DeltaPlan:
             targets,
             DraftedRuns.of(drafted, device) if drafted else None,
             runs,
+            DeltaWork.of(parts, device),
         )
 
     def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
         """Returns [T, H, Dv]. matrices: float32 [slots, H, Dk, Dv], of which `targets` are written."""
-        out = torch.empty_like(inputs.value)
+        attend = self.work.attend if uses_kernels(matrices) else self.attend_plainly
+        return attend(inputs, matrices)
+
+    def attend_plainly(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
+        """Computes the same in plain torch."""
+        inputs, out = inputs.by_value(), torch.empty_like(inputs.value)
         if self.singles is not None:
             step = delta_step(inputs.at(self.singles), matrices.index_select(0, self.sources))
             out[self.singles], state = step
@@ -209,7 +264,7 @@ def delta_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     state: float32 [H, Dk, Dv].
     """
     num_tokens = len(inputs.value)
-    chunks = _solved(_in_chunks(inputs, min(_CHUNK, num_tokens)))
+    chunks = _solved(_in_chunks(inputs, min(CHUNK, num_tokens)))
     out = []
     for at in range(chunks.own.shape[1]):
         attended, state = chunks.at(at).after(state)

@@ -157,6 +157,8 @@ class ModelRunner:
             warm_up(*pool.layer(0), num_heads, kind.window, marks_some=self._adds)
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
+        if self.pools.states is not None and isinstance(self._decoder, FusedDecoder):
+            self._decoder.warm_up_states(self.pools.states.layer(0)[1])
 
     @torch.inference_mode()
     def _captured(self, maker: GraphMaker, max_num_seqs: int) -> DecodeGraphs | None:

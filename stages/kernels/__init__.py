@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
+    from epd.stages.kernels.delta_rule import delta_chunks_fused, delta_steps_fused
     from epd.stages.kernels.grouped_products import experts_fused, num_few_pairs
     from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
     from epd.stages.kernels.paged_attention import attend_tiles
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "attend_tiles",
     "copy_blocks_fused",
+    "delta_chunks_fused",
+    "delta_steps_fused",
     "experts_fused",
     "fp8_product",
     "fp8_rows",
@@ -30,6 +33,8 @@ __all__ = [
 _MODULES = {
     "attend_tiles": "paged_attention",
     "copy_blocks_fused": "kv_slots",
+    "delta_chunks_fused": "delta_rule",
+    "delta_steps_fused": "delta_rule",
     "experts_fused": "grouped_products",
     "fp8_product": "quantized_products",
     "fp8_rows": "quantized_products",

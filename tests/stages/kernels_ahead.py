@@ -44,6 +44,9 @@ from epd.encoders.kernels.layer_fusions import (
 from epd.machine import usable_cpus
 from epd.stages.attention.attention import AttentionBatch, warm_up
 from epd.stages.attention.device import DeviceHeads, DevicePlan
+from epd.stages.decoder.delta_layer import DeltaSizes, GatedDelta
+from epd.stages.decoder.delta_rule import DeltaPlan
+from epd.stages.decoder.operations import RmsNorm
 from epd.stages.engine.kv_pool import KVLayout, KVPool
 from epd.stages.kernels.grouped_products import experts_fused
 from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
@@ -64,6 +67,8 @@ BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
 PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384, 384, 3), 1, 384, 1)]
 # Experts, channels, channels within an expert, and experts of a row: Qwen3.6-35B-A3B, Qwen3-VL-30B-A3B.
 EXPERTS = ((256, 2048, 512, 8), (128, 2048, 768, 8))
+# Heads of keys and of values, channels of each: Qwen3.5-35B-A3B, and one of four ranks of a 27B.
+DELTA_HEADS = ((16, 32, 128, 128), (4, 12, 128, 128))
 _OPTIONS = frozenset({"num_warps", "num_stages"})
 _NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
@@ -270,6 +275,25 @@ def expert_launches(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_ro
     return recorded(launch)
 
 
+def delta_launches(heads: tuple[int, int, int, int], *, is_warm_up: bool = False) -> list[Launch]:
+    """The launches of the delta rule in a pass of decodes, drafts and chunks. heads: as in DELTA_HEADS."""
+
+    def launch() -> None:
+        sizes, empty = DeltaSizes(*heads), partial(torch.empty, device="cuda")
+        matrices, gates = empty(5, 30, *heads[1:])[:, 3], empty(304, heads[1])
+        norm, filters = RmsNorm.of(empty(heads[3]), 1e-6), empty(4, sizes.num_channels)
+        layer = GatedDelta(sizes, lambda rows: rows, filters, gates[0], gates[0], norm)
+        if is_warm_up:
+            layer.warm_up(matrices)
+            return
+        starts, slots = np.array([0, 1, 4, 304], np.int32), [(0, 1, 0), (2, 3, 1), (None, 4, 0)]
+        plan = DeltaPlan.build(starts, slots, torch.device("cuda"))
+        plan.attend(layer.inputs(empty(304, sizes.num_channels), gates, gates), matrices)
+
+    with patch("epd.stages.decoder.delta_rule.uses_kernels", lambda _: True):
+        return recorded(launch)
+
+
 def fp8_row_launches(dtype: torch.dtype) -> list[Launch]:
     """The launches that quantise rows of a 7B model, whole and by blocks of 128 columns; not before 8.9."""
 
@@ -381,6 +405,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for sizes, dtype, num_rows in itertools.product(EXPERTS, DTYPES, (1, 32, 8192)):
         for launch in expert_launches(sizes, dtype, num_rows):
             yield f"{sizes[0]} experts {dtype}", launch
+    for heads in DELTA_HEADS:
+        for launch in delta_launches(heads):
+            yield f"delta rule {heads}", launch
     for (shape, unit, side, merge), dtype in itertools.product(PATCHES, DTYPES):
         yield f"patches {[unit, side, merge]} {dtype}", patch_launches(shape, unit, side, merge, dtype)[0]
 
@@ -411,6 +438,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
             launches += quantized_launches(dtype, 32 if dim == 80 else 128)
             for sizes, num_rows in itertools.product(EXPERTS, (1, 32, 8192)):
                 launches += expert_launches(sizes, dtype, num_rows)
+            launches += [each for of_heads in DELTA_HEADS for each in delta_launches(of_heads)]
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
     found = [
@@ -422,6 +450,9 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     ]
     warm = {launch.variant for launch in warm_up_launches()}
     missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16, 90)} - warm
+    delta, warm_delta = (
+        {each.variant for each in delta_launches(DELTA_HEADS[0], is_warm_up=on)} for on in (False, True)
+    )
     products = {launch.variant for launch in quantized_launches(torch.bfloat16, 128)}
     experts = [
         {each.variant for each in expert_launches(EXPERTS[0], DTYPES[0], rows)} for rows in (1, 32, 8192)
@@ -430,6 +461,8 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
         "shapes": found,
         "num_warm": len(warm),
         "missing": sorted(missing),
+        "num_delta": len(delta),
+        "missing_delta": sorted(delta - warm_delta),
         "num_products": len(products),
         "num_experts": [len(each) for each in (*experts, set.union(*experts))],
     }

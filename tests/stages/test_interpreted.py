@@ -14,6 +14,7 @@ import pytest
 from tests import ROOT
 from tests.encoders.test_kernels import CASES
 from tests.stages.attention.test_kernels import PASSES
+from tests.stages.decoder.test_delta_rule import CASES as DELTA
 from tests.stages.decoder.test_experts import CASES as EXPERTS
 from tests.stages.decoder.test_fusions import SHAPES
 from tests.stages.decoder.test_quantized_products import CASES as PRODUCTS
@@ -33,6 +34,7 @@ import torch
 from tests.encoders import test_kernels as patches
 from tests.encoders import test_qwen_tower as towers
 from tests.stages.attention import test_kernels as attention
+from tests.stages.decoder import test_delta_rule as delta
 from tests.stages.decoder import test_experts as experts
 from tests.stages.decoder import test_fusions as fusions
 from tests.stages.decoder import test_quantized_products as products
@@ -50,6 +52,8 @@ PARTS = {
     "moves": lambda: attention.compare_moves("cpu"),
     "tower": lambda: towers.compare_fused("cpu", torch.float32),
     "fusions": lambda: fusions.compare_all("cpu"),
+    "delta": lambda: delta.compare_all("cpu"),
+    "answer": delta.compare_answer,
     "experts": lambda: experts.compare_all("cpu"),
     "arranged": lambda: experts.compare_arranged("cpu"),
     "products": lambda: products.compare_all("cpu"),
@@ -106,6 +110,8 @@ def without_triton() -> dict[str, str]:
         ("moves", None),
         ("tower", None),
         ("fusions", 15 * len(SHAPES)),
+        ("delta", sum(len(case.passes) for case in DELTA)),
+        ("answer", 3 * 4),  # of three layers, a prompt and three decodes
         ("experts", len(EXPERTS)),
         ("arranged", 2),
         ("products", len(PRODUCTS)),

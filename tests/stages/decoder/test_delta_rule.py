@@ -1,6 +1,11 @@
-"""The gated delta rule beside the functions of transformers, and runs of several sequences in a pass."""
+"""The gated delta rule beside the functions of transformers, the kernels beside it, and runs of a pass."""
 
 from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,24 +17,113 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
+from epd.encoders import FrameSampling, load_adapter
+from epd.engine_config import EngineConfig
+from epd.sampling_params import SamplingParams
 from epd.stages.decoder.delta_rule import DeltaInputs, DeltaPlan, delta_chunks, delta_step
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.setup import build_engine
+from tests.stages.decoder.test_fusions import on_gpu
+from tests.stages.prompts import Drive, prompt_of
+from tests.tiny_models import build_qwen3_5, load_reference
 
 CPU = torch.device("cpu")
 HEADS, KEYS, VALUES = 3, 8, 5
 
 
-def drawn(num_tokens: int, seed: int = 0) -> DeltaInputs:
-    """Decays from hardly any to nearly all, strengths between 0 and 1."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Passes of a layer. heads: of keys and of values, and channels of each.
+
+    passes: of each its runs: rows, the slot that is read, the one that is written, and drafts.
+    is_alike: all keys of a head are one, and nothing decays, so that an inverse by powers would grow.
+    """
+
+    heads: tuple[int, int, int, int]
+    passes: tuple[tuple[tuple[int, int | None, int, int], ...], ...]
+    is_alike: bool = False
+
+
+# Decodes, drafts, chunks that are full and by a token less or more; a second pass reads what the first wrote.
+CASES = [
+    Case((1, 2, 128, 32), (((1, 3, 5, 0), (63, None, 1, 0), (64, 2, 0, 0)), ((65, 1, 4, 0), (1, 5, 3, 0)))),
+    Case((1, 1, 128, 128), (((5, 3, 5, 2), (200, None, 1, 0)), ((1, 1, 2, 0),))),
+    Case((2, 4, 24, 20), (((17, 3, 5, 0), (16, 2, 0, 0), (70, None, 1, 0), (20, 4, 6, 3)),)),
+    Case((1, 1, 16, 16), (((130, 3, 5, 0),),), is_alike=True),
+]
+# Of the largest number, against the twin in float64. The twin itself is off by 1e-5 in float32: few decays
+# are small, and a token adds what is left of a difference.
+TOLERANCE = 3e-5
+
+
+def drawn(num_tokens: int, seed: int = 0, heads: tuple[int, int, int, int] | None = None) -> DeltaInputs:
+    """Decays from hardly any to nearly all, strengths between 0 and 1. heads: as in `Case`."""
     draw = torch.Generator().manual_seed(seed)
+    num_key_heads, num_heads, keys, values = heads or (HEADS, HEADS, KEYS, VALUES)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
 
-    query, key = (torch.nn.functional.normalize(normal(num_tokens, HEADS, KEYS), dim=-1) for _ in range(2))
-    decay = -normal(num_tokens, HEADS).mul(2).exp()
-    return DeltaInputs(
-        query, key, normal(num_tokens, HEADS, VALUES), decay, normal(num_tokens, HEADS).sigmoid()
+    query, key = (
+        torch.nn.functional.normalize(normal(num_tokens, num_key_heads, keys), dim=-1) for _ in range(2)
     )
+    decay = -normal(num_tokens, num_heads).mul(2).exp()
+    value, strength = normal(num_tokens, num_heads, values), normal(num_tokens, num_heads).sigmoid()
+    return DeltaInputs(query, key, value, decay, strength)
+
+
+def compare_all(device: str) -> int:
+    """Kernels against the plain twin, which is computed in float64 on a CPU."""
+    return sum(compare(case, torch.device(device)) for case in CASES)
+
+
+def compare(case: Case, device: torch.device) -> int:
+    """Slots lie apart, as of several layers, and values beside keys; what is not written stays bit by bit."""
+    memory = torch.randn(7, 3, *case.heads[1:], generator=torch.Generator().manual_seed(5))
+    exact, ours = memory.double()[:, 1], memory.to(device, copy=True)
+    for number, runs in enumerate(case.passes):
+        rows, *slots = zip(*runs, strict=True)
+        starts, states = np.cumsum([0, *rows]).astype(np.int32), list(zip(*slots, strict=True))
+        inputs = drawn(int(starts[-1]), number, case.heads)
+        if case.is_alike:
+            inputs = inputs._replace(key=inputs.key[:1].expand_as(inputs.key), decay=inputs.decay * 0)
+        expected = DeltaPlan.build(starts, states, CPU).attend(_doubled(inputs), exact)
+        plan = DeltaPlan.build(starts, states, device)
+        found = plan.work.attend(_beside(inputs, device), ours[:, 1])
+        for one, other in ((found, expected), (ours[:, 1], exact)):
+            assert (one.cpu().double() - other).abs().max() <= TOLERANCE * other.abs().max(), (case, number)
+    written = {run[2] for runs in case.passes for run in runs}
+    memory[sorted(written), 1] = ours[sorted(written), 1].cpu()
+    assert torch.equal(ours.cpu(), memory)
+    return len(case.passes)
+
+
+@torch.inference_mode()
+def compare_answer() -> int:
+    """A Qwen3.5 whose prompt has two chunks: the tokens of `generate`. Returns how often kernels ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_qwen3_5(Path(folder), num_hidden_layers=4)
+        adapter, model = load_adapter(path), load_reference(path)
+    prompt = prompt_of(adapter, model, [], "What is shown? " * 5, FrameSampling(), 1)
+    ids, sampling = torch.tensor([prompt.plan.token_ids]), SamplingParams(max_tokens=4)
+    expected = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, eos_token_id=[])
+    settings = GenerationSettings(eos_ids=frozenset())
+    engine = build_engine(model, adapter, settings, options=EngineConfig(num_kv_tokens=512))
+    with patch("epd.stages.decoder.delta_rule.uses_kernels", return_value=True) as asked:
+        answers = Drive(engine, 0).run({"r": prompt}, sampling=sampling)
+    assert answers == {"r": tuple(expected[0, ids.shape[1] :].tolist())}
+    return asked.call_count
+
+
+def _doubled(inputs: DeltaInputs) -> DeltaInputs:
+    return DeltaInputs(*(each.double() for each in inputs))
+
+
+def _beside(inputs: DeltaInputs, device: torch.device) -> DeltaInputs:
+    """The same on a device, values as a part of wider rows."""
+    there = DeltaInputs(*(each.to(device).contiguous() for each in inputs))
+    wide = torch.cat([there.key.flatten(1), there.value.flatten(1)], dim=1)
+    return there._replace(value=wide[:, there.key[0].numel() :].view(there.value.shape))
 
 
 def theirs(function: object, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,3 +225,9 @@ def test_drafts_read_the_state_of_the_known_tokens_and_write_none() -> None:
     untouched = [2, 3, 4, 6]
     assert torch.equal(matrices[untouched], kept_matrices[untouched])
     assert torch.equal(tails[untouched], kept_tails[untouched])
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_compiled_kernels_equal_their_twin() -> None:
+    assert compare_all("cuda") == sum(len(case.passes) for case in CASES)

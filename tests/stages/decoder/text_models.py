@@ -28,7 +28,7 @@ from epd.stages.visual_inputs import PlacedEmbeddings
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 80,
@@ -41,30 +41,30 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 0,
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 
 def _internvl(**text: Any) -> Any:
-    return InternVLConfig(text_config={**_TEXT, **text}, vision_config={**_VISION})
+    return InternVLConfig(text_config={**TEXT, **text}, vision_config={**_VISION})
 
 
 def _qwen3_vl(kind: Any, **text: Any) -> Any:
-    vision = {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    text = {**_TEXT, "head_dim": 16, "rope_parameters": {**_SECTIONS}, **text}
+    vision = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text = {**TEXT, "head_dim": 16, "rope_parameters": {**SECTIONS}, **text}
     return kind(text_config=text, vision_config=vision)
 
 
 def _glm(kind: Any, **text: Any) -> Any:
     """Half of each head is rotated."""
-    rope = {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-    return kind(text_config={**_TEXT, "rope_parameters": rope, **text}, vision_config={**_QWEN_VISION})
+    rope = {**SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    return kind(text_config={**TEXT, "rope_parameters": rope, **text}, vision_config={**QWEN_VISION})
 
 
 CONFIGS = {
@@ -77,8 +77,8 @@ CONFIGS = {
     "yarn": lambda: _internvl(model_type="qwen2", rope_parameters=_YARN),
     "tied": lambda: _internvl(model_type="qwen2", tie_word_embeddings=True),
     "qwen2.5-vl": lambda: Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": {**_SECTIONS}},
-        vision_config={**_QWEN_VISION, "fullatt_block_indexes": [0]},
+        text_config={**TEXT, "rope_parameters": {**SECTIONS}},
+        vision_config={**QWEN_VISION, "fullatt_block_indexes": [0]},
     ),
     "qwen3-vl": lambda: _qwen3_vl(Qwen3VLConfig),
     # All experts of each token: in bfloat16 a choice among them would be one of the last bit.
@@ -99,7 +99,7 @@ CONFIGS = {
         Glm4vMoeConfig, head_dim=16, n_routed_experts=4, num_experts_per_tok=4, moe_intermediate_size=24
     ),
     "glm-ocr": lambda: _glm(
-        GlmOcrConfig, head_dim=24, rope_parameters={**_SECTIONS, "mrope_section": [6, 3, 3]}
+        GlmOcrConfig, head_dim=24, rope_parameters={**SECTIONS, "mrope_section": [6, 3, 3]}
     ),
 }
 
