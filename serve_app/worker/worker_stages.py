@@ -15,7 +15,7 @@ from torch import nn
 
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
-from epd.encoders import Adapter, load_adapter
+from epd.encoders import Adapter, load_adapter, num_deepstack
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config
 from epd.encoders.families.captured_tower import captured
@@ -382,9 +382,7 @@ class StageBuilder:
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
     """Returns the layout of one visual token from an encoder of this transformers configuration."""
-    tower = getattr(config, "vision_config", None)
-    deepstack = getattr(tower, "deepstack_visual_indexes", None) or ()
-    return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
+    return EmbeddingLayout(config.get_text_config().hidden_size, dtype, num_deepstack(config))
 
 
 def drafting_counters(counts: EngineCounts) -> dict[str, int]:
