@@ -52,7 +52,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
     "role_switch": GpuSection("A worker changes roles", role_switch, 120),
     "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
-    "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
+    "replays": GpuSection("Passes launched kernel by kernel and replayed", replays, 90),
     "peers": GpuSection("The same by transformers' own modules", peers, 120),
 }
 NEEDS_CHECKPOINT = (
