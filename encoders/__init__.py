@@ -7,7 +7,7 @@ prefer_large_pages()  # torch takes its first memory below
 
 with collector_paused():  # torch and transformers
     from epd.chat import ChatMessage, ContentPart
-    from epd.encoders.adapter import Adapter, Embeddings, concatenated, place
+    from epd.encoders.adapter import Adapter, Embeddings, concatenated, num_deepstack, place
     from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan, VideoFacts
     from epd.encoders.prompt.mrope import PositionLayout
     from epd.encoders.registry import ADAPTERS, load_adapter
@@ -32,5 +32,6 @@ __all__ = [
     "VideoFacts",
     "concatenated",
     "load_adapter",
+    "num_deepstack",
     "place",
 ]

@@ -201,6 +201,12 @@ class Adapter(Protocol):
         ...
 
 
+def num_deepstack(config: Any) -> int:
+    """Counts the decoder layers that get features of visual tokens, by a transformers configuration."""
+    tower = getattr(config, "vision_config", None)
+    return len(getattr(tower, "deepstack_visual_indexes", None) or ())
+
+
 def place(
     token_embeddings: Tensor, visual_rows: Tensor, embeddings: Embeddings, *, adds: bool = False
 ) -> Tensor:

@@ -119,8 +119,8 @@ class EngineConfig(PixelSettings):
     )
     enforce_eager: bool = Field(
         default=False,
-        description="Launch every kernel of decodes and of small calls of a vision tower, instead of CUDA "
-        "graphs captured at start.",
+        description="Launch every kernel of decodes, and of small passes and calls of a vision tower, "
+        "instead of CUDA graphs captured at start.",
     )
     num_threads: int | None = Field(
         default=None,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from epd.encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
 from epd.encoders.batch import FrameEncoder
+from epd.encoders.families.captured_tower import CapturedTower, captured
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, UnsupportedMediaError
@@ -29,6 +30,7 @@ from epd.sampling_params import SamplingParams
 from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.graphs import CudaGraphMaker
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import (
     BLOCK_SIZE,
@@ -61,10 +63,11 @@ class LargestPasses:
     """Holds what settings allow in one pass.
 
     encode_patches: of a batch. chunk_tokens: of prefill.
-    num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
+    num_captured: sequences of the largest pass of decodes that is captured, 0 where no pass is.
     resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
     encode_beside: whether batches are encoded beside prefill.
     num_seqs: answers that grow at once, of which each has logits, and a recurrent state if the model has any.
+    captures_tower: whether small calls of the tower are captured.
     """
 
     encode_patches: int
@@ -73,6 +76,7 @@ class LargestPasses:
     resize_pixels: int | None = None
     encode_beside: bool = False
     num_seqs: int = 0
+    captures_tower: bool = False
 
 
 # What passes take of a GPU beside weights and pools, by their sizes and whether the worker encodes: kept for
@@ -198,8 +202,7 @@ def measured_kv_tokens(
     logger.info(
         "passes on %s: at most %d tokens and %d answers", device, passes.chunk_tokens, passes.num_seqs
     )
-    gc.collect()  # pools of roles that were given up
-    torch.cuda.empty_cache()
+    _give_back()  # pools of roles that were given up
     known = {} if known is None else known
     if (kind := (passes, tower is not None)) not in known:
         known[kind] = _pass_bytes(model, tower, adapter, settings, device, passes, share.name, ranks)
@@ -254,6 +257,11 @@ def _pass_bytes(
     graph_bytes = 0
     if passes.num_captured and ranks is None:
         graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
+    if tower is not None and passes.captures_tower:
+        graph_bytes += capture_tower(adapter, tower, passes.encode_patches, device)[1]
+        _give_back()
+    if graph_bytes:
+        logger.info("CUDA graphs on %s: %.2f GB", device, graph_bytes / 1e9)
     return (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes
 
 
@@ -269,17 +277,37 @@ def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:
 
 
 def _graph_bytes(device: torch.device, capture: Callable[[], LanguageEngine]) -> int:
-    """Returns what captured passes take of a GPU for as long as their engine lives, the driver's part too."""
+    """Returns what captured passes take of a GPU for as long as their engine lives."""
+    engine, taken_bytes = _taken_by(device, capture)
+    num_bytes: int = taken_bytes - engine.pools.shape.num_bytes
+    del engine
+    _give_back()
+    return max(0, num_bytes)
+
+
+def capture_tower(
+    adapter: Adapter, tower: Any, max_patches: int, device: torch.device
+) -> tuple[CapturedTower | None, int]:
+    """Captures small calls of a tower, if that can be done; returns also the bytes that they take."""
+    capture = CudaGraphMaker(device).capture
+    return _taken_by(device, lambda: captured(adapter, tower, capture, max_patches))
+
+
+def _taken_by(device: torch.device, action: Callable[[], Any]) -> tuple[Any, int]:
+    """Returns what an action returns, and what that takes of a GPU while it lives, the driver's part too."""
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    engine = capture()
+    held = action()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     left, _ = torch.cuda.mem_get_info(device)
-    num_bytes = max(0, free - left - engine.pools.shape.num_bytes)
-    del engine
+    return held, max(0, free - left)
+
+
+def _give_back() -> None:
+    """Gives back the memory of what is no longer held, and what torch keeps of it."""
     gc.collect()
     torch.cuda.empty_cache()
-    return num_bytes
 
 
 def _capture(model: Any, adapter: Adapter, settings: GenerationSettings, num_seqs: int) -> LanguageEngine:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epd.encoders import load_adapter
+from epd.encoders import load_adapter, num_deepstack
 from epd.encoders.batch import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes, resident_peak_bytes
@@ -197,8 +197,7 @@ class Profiler:
         """Measures what sizes the memory of a worker; to be called in inference mode."""
         vision, total = part_bytes(self.model, "encode"), part_bytes(self.model, "whole")
         config = self.model.config
-        tower = getattr(config, "vision_config", None)
-        layers = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or ())
+        layers = 1 + num_deepstack(config)
         item_bytes = self.placement.dtype.itemsize
         layouts = kv_layouts(self.model, int8_values=self._options.int8_values)
         states = state_layout(self.model)

@@ -54,7 +54,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "role_switch": GpuSection("A worker changes roles", role_switch, 120),
     "kept_weights": GpuSection("Roles from files and from pinned memory", measures.kept_weights, 90),
     "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
-    "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
+    "replays": GpuSection("Passes launched kernel by kernel and replayed", replays, 90),
     "peers": GpuSection("The same by transformers' own modules", peers, 120),
 }
 NEEDS_CHECKPOINT = (

@@ -1,4 +1,4 @@
-"""Compares decodes that replay a captured pass with those that launch every kernel: tokens, and time.
+"""Compares passes that replay a captured one with those that launch every kernel: tokens, and time.
 
 On a CPU, where nothing can be captured, what would be is run again.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.checks import shrunk_checkpoint
@@ -22,19 +24,24 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
-from epd.stages.engine.setup import build_engine
+from epd.stages.engine.graphs import Capturing, CudaGraphMaker
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import Segment
+from epd.stages.engine.setup import build_engine, kv_shape
 from epd.stages.loading.weights import load_role
+from epd.types import Int32Array, ceil_div
 
 _BLOCK_SIZE = 16
 _NUM_TOKENS = 24
 # Steps that are timed together: the device is waited for at their end alone.
 _STEPS = 6
+_NUM_DECODES = 4  # beside a chunk
 # The model's own, which Qwen2.5-VL is asked with unless a request says another.
 _PENALTY = 1.05
 
 
 def replays(setup: Setup) -> Iterator[Row]:
-    """Tokens of a small model in float32, then steps of the measured one, behind short prompts."""
+    """Tokens of a small model in float32, then steps of the measured one, and passes with a chunk."""
     placement = replace(setup.placement, dtype=torch.float32)
     path = shrunk_checkpoint(setup.sizes.checked[0], setup.folder)
     model, adapter = load_role(path, "language", placement).model, load_adapter(path)
@@ -43,6 +50,8 @@ def replays(setup: Setup) -> Iterator[Row]:
     model = setup.load("language")
     for batch in setup.sizes.decode_batches:
         yield _speed(model, setup, batch)
+    for num_tokens in setup.sizes.mixed_tokens:
+        yield _mixed(model, setup, num_tokens)
 
 
 def _equality(model: Any, adapter: Adapter, setup: Setup, batch: int) -> Row:
@@ -81,6 +90,36 @@ def _speed(model: Any, setup: Setup, batch: int) -> Row:
         seconds = setup.seconds(lambda engine=engine: [engine.step() for _ in range(_STEPS)]) / _STEPS  # type: ignore[misc]
         row[name] = round(seconds * 1e3, 3)
     return row | {"captured": has_graphs, OK: has_graphs}
+
+
+def _mixed(model: Any, setup: Setup, num_tokens: int) -> Row:
+    """Passes with a chunk beside some decodes: logits, and the time, of the host and in all."""
+    maker = CudaGraphMaker(setup.placement.device) if setup.placement.is_cuda else _Repeats()
+    context = setup.sizes.step_context
+    width = ceil_div(context + num_tokens, _BLOCK_SIZE)
+    nums_new = *[1] * _NUM_DECODES, num_tokens - _NUM_DECODES
+    tables = np.arange(len(nums_new) * width, dtype=np.int32).reshape(-1, width)
+    segments = [_segment(each, context, table) for each, table in zip(nums_new, tables, strict=True)]
+    row: Row = {"what": "pass with a chunk", "requests": len(segments), "context": context}
+    row["tokens"] = num_tokens
+    found = []
+    for name, capturing in (("eager", None), ("replayed", Capturing(maker, len(segments), num_tokens))):
+        room = (len(segments) * width + 1) * _BLOCK_SIZE
+        pools = kv_shape(model, room, _BLOCK_SIZE).build(device=setup.placement.device)
+        runner = ModelRunner(model, setup.adapter, pools, capturing=capturing)
+        work = partial(runner.run, segments)
+        found.append(runner.run(segments).float())
+        for what, on_host in (("ms", False), ("host ms", True)):
+            row[f"{name} {what}"] = round(setup.seconds(work, on_host=on_host) * 1e3, 3)
+    difference, most = (found[0] - found[1]).abs().max(), found[0].abs().max()
+    has_graphs = runner.num_spare_blocks > 0
+    return row | {"captured": has_graphs, OK: has_graphs and bool(difference <= 2e-2 * most)}
+
+
+def _segment(num_tokens: int, num_cached: int, table: Int32Array) -> Segment:
+    """New tokens of one request behind `num_cached` others, which are zeros. table: int32 [blocks]."""
+    positions = np.tile(np.arange(num_cached, num_cached + num_tokens), (3, 1))
+    return Segment(np.arange(num_tokens) % 250 + 1, positions, [num_cached], [table])
 
 
 def _engine(

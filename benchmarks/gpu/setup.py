@@ -26,7 +26,7 @@ class Sizes:
     measured: the published checkpoint that is measured, at full size if is_full.
     decode_batches, decode_contexts: requests at once, and tokens before each next one.
     step_context: of requests that are prefilled before the engine's steps are timed.
-    prefill_tokens: of one pass.
+    prefill_tokens: of one pass. mixed_tokens: of one with a chunk beside decodes, launched and replayed.
     encode_units: temporal patches of `frame_size` in one call of the tower.
     transfer_tokens: moved at once.
     num_frames: of the video until whose first token is timed.
@@ -44,6 +44,7 @@ class Sizes:
     decode_contexts: tuple[int, ...]
     step_context: int
     prefill_tokens: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
     encode_units: tuple[int, ...]
     frame_size: tuple[int, int]
     transfer_tokens: tuple[int, ...]
@@ -75,6 +76,7 @@ FULL = Sizes(
     decode_contexts=(2048, 32_768),
     step_context=2048,
     prefill_tokens=(256, 1024, 2048, 4096, 8192),
+    mixed_tokens=(64, 256, 500),
     encode_units=(1, 7, 32, 64),
     frame_size=(252, 448),
     transfer_tokens=(256, 2048, 32_768),
@@ -103,6 +105,7 @@ TINY = Sizes(
     decode_contexts=(48, 96),
     step_context=48,
     prefill_tokens=(16, 64),
+    mixed_tokens=(20,),
     encode_units=(1, 2),
     frame_size=(84, 56),
     transfer_tokens=(64,),
@@ -153,8 +156,8 @@ class Setup:
         if self.placement.is_cuda:
             torch.cuda.synchronize(self.placement.device)
 
-    def seconds(self, work: Callable[[], object], *, warm_up: int = 1) -> float:
-        """The median time of `work`, until the device has done it."""
+    def seconds(self, work: Callable[[], object], *, warm_up: int = 1, on_host: bool = False) -> float:
+        """The median time of `work`, until the device has done it; on the host, until it returns."""
         for _ in range(warm_up):
             work()
         times = []
@@ -162,7 +165,8 @@ class Setup:
             self.wait()
             start_s = time.perf_counter()
             work()
-            self.wait()
+            if not on_host:
+                self.wait()
             times.append(time.perf_counter() - start_s)
         return statistics.median(times)
 

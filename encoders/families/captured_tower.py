@@ -59,6 +59,11 @@ class CapturedTower(nn.Module):
         sizes = [each for each in SIZES if each <= max_patches]
         self._calls = [_Call(tower, inputs_of, size, capture) for size in reversed(sizes)][::-1]
 
+    @property
+    def max_patches(self) -> int:
+        """Returns the patches of the largest call that is replayed; 0 where none is."""
+        return max((each.size for each in self._calls), default=0)
+
     def forward(self, patches: Tensor, grid_thw: Tensor, **inputs: Any) -> Any:
         """Returns what the tower does of patches [P, channels of a patch], in memory of the caller's own."""
         call = next((each for each in self._calls if len(patches) <= each.size), None)

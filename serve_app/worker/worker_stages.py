@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,9 @@ from torch import nn
 
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
-from epd.encoders import Adapter, load_adapter
+from epd.encoders import Adapter, load_adapter, num_deepstack
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config
-from epd.encoders.families.captured_tower import captured
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.names import WeightSet
 from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES, EngineConfig
@@ -34,7 +34,6 @@ from epd.stages.encode.encoder import EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
-from epd.stages.engine.graphs import CudaGraphMaker
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.kv_store import kv_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
@@ -47,6 +46,7 @@ from epd.stages.memory_sizing import (
     LargestPasses,
     MemoryShare,
     PassBytes,
+    capture_tower,
     embeddings_within,
     measured_kv_tokens,
 )
@@ -57,6 +57,8 @@ from epd.stages.ranks.group_pools import PoolSharing
 from epd.store.write_behind import read_paces
 from epd.topology import Stage, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
+
+logger = logging.getLogger(__name__)
 
 _EMBEDDINGS_PER_BLOCK = 16
 # Workers of one process measure and fill its GPU one after another.
@@ -129,9 +131,10 @@ class StageBuilder:
         num_missing = len(missing & {"encode", "prefill"})
         language = self._language_model()
         captures = "decode" in roles and not settings.engine.enforce_eager
+        tower = None if encoder is None else self.adapter.vision_tower(encoder)
         self._kv_tokens = measured_kv_tokens(
             language,
-            None if encoder is None else self.adapter.vision_tower(encoder),
+            tower,
             self.adapter,
             self.generation,
             self.placement,
@@ -142,6 +145,7 @@ class StageBuilder:
                 settings.max_resize_pixels,
                 settings.encode_beside,
                 max(self.limits.max_num_seqs, self.decode_limits.max_num_seqs),
+                tower is not None and self._captures(tower),
             ),
             MemoryShare(
                 settings.engine,
@@ -225,13 +229,21 @@ class StageBuilder:
         return stage
 
     def _captured(self, tower: nn.Module, max_patches: int) -> nn.Module | None:
-        """Returns what replays small calls of a tower, in 16 bits on a GPU."""
+        """Returns what replays small calls of a tower, and says what it takes."""
+        if not self._captures(tower):
+            return None
+        found, num_bytes = capture_tower(self.adapter, tower, max_patches, self.placement.device)
+        if found is not None:
+            most, num_gb = found.max_patches, num_bytes / 1e9
+            logger.info("captured: calls of the tower of at most %d patches, %.2f GB", most, num_gb)
+        return found
+
+    def _captures(self, tower: nn.Module) -> bool:
+        """Reports whether small calls of a tower are captured: in 16 bits on a GPU."""
         is_wide = self.placement.dtype.itemsize > 2  # whose attention has no runs of any length
         options = self.settings.engine
         is_off = options.enforce_eager or options.tower_merge is not None
-        if is_wide or is_off or not uses_kernels(next(tower.parameters())):
-            return None
-        return captured(self.adapter, tower, CudaGraphMaker(self.placement.device).capture, max_patches)
+        return not is_wide and not is_off and uses_kernels(next(tower.parameters()))
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)
@@ -393,9 +405,7 @@ class StageBuilder:
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
     """Returns the layout of one visual token from an encoder of this transformers configuration."""
-    tower = getattr(config, "vision_config", None)
-    deepstack = getattr(tower, "deepstack_visual_indexes", None) or ()
-    return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
+    return EmbeddingLayout(config.get_text_config().hidden_size, dtype, num_deepstack(config))
 
 
 def drafting_counters(counts: EngineCounts) -> dict[str, int]:

@@ -280,21 +280,23 @@ class DevicePlan:
         return cls(slots, found, alike, work, is_both if batch.marks_some else None)
 
     @classmethod
-    def of_decodes(
+    def fixed(
         cls,
         slots: Tensor,
-        contexts: Tensor,
-        tables: Tensor,
-        work: DecodeWork,
+        segments: PagedSegments,
+        max_new: int,
+        work: FixedWork,
         heads: DeviceHeads,
         block_size: int,
     ) -> DevicePlan:
-        """Plans one new token of each segment, from arrays whose values may change before each pass.
+        """Plans a pass from arrays whose values may change before it runs.
 
-        slots: int64 [S]. contexts: int32 [S]. tables: int32 [S, max_blocks].
+        slots: int64 [T]. segments: of at most max_new new tokens, or of none. Rows of no segment are left
+        as they are.
         """
-        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-        alike = AlikeSegments(starts[:-1], max_new=1, max_context=tables.shape[1] * block_size)
+        contexts, tables = segments.context_lens, segments.block_tables
+        numbers = torch.arange(len(contexts), dtype=torch.int32, device=slots.device)
+        alike = AlikeSegments(numbers, max_new, max_context=tables.shape[1] * block_size)
         tiles = heads.tile(1), heads.tile(MOST_SHORT + 1)
         paged = PagedWork(
             list(zip(work.items, tiles, strict=False)),
@@ -304,7 +306,7 @@ class DevicePlan:
             len(work.entries),
             tables,
         )
-        return cls(slots, PagedSegments(starts, contexts, tables), (alike,), paged)
+        return cls(slots, segments, (alike,), paged)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attends as `epd.stages.attention.attention.attend` does."""
@@ -325,10 +327,10 @@ class DevicePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeWork:
-    """Holds the work of decodes in memory of fixed size, on the device or on the host: see `WorkList`.
+class FixedWork:
+    """Holds the work of a pass in memory of fixed size, on the device or on the host: see `WorkList`.
 
-    items: of one set, or of two where prefixes are read together.
+    items: of both sets, or of the first where decodes read nothing together.
     """
 
     items: Sequence[Any]
@@ -338,42 +340,62 @@ class DecodeWork:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRoom:
-    """Says how much work decodes have at most: items of each set, and entries."""
+class WorkRoom:
+    """Says how much work a pass has at most: items of each set, rows that they refer to, merges, entries.
+
+    Decodes that read something together are as many as its segments at most. One that takes part in several
+    runs counts for each of them, and has a piece before each.
+    """
 
     num_items: tuple[int, int]
+    num_rows: int
+    num_merges: int
     num_entries: int
 
     @classmethod
-    def of(cls, num_seqs: int, heads: DeviceHeads) -> DecodeRoom:
-        """Returns the room for decodes of which at most num_seqs take part in something read together.
-
-        One that takes part in several runs counts for each of them, and has a piece before each.
-        """
+    def of_decodes(cls, num_seqs: int, heads: DeviceHeads) -> WorkRoom:
+        """Returns the room for a new token of each of num_seqs segments."""
         own, together = 2 * num_seqs + heads.num_more, num_seqs + heads.num_more
         most_parts = num_seqs + heads.tile(MOST_SHORT + 1).tokens * heads.num_more
-        return cls((own, together), own + most_parts)
+        return cls((own, together), 2 * num_seqs, num_seqs, own + most_parts)
 
-    def shapes(self, num_seqs: int) -> list[tuple[int, ...]]:
-        """Returns the shapes of a `DecodeWork` of so many decodes: of both sets of items, and of the rest."""
+    @classmethod
+    def of_tokens(cls, num_tokens: int, num_seqs: int, heads: DeviceHeads) -> WorkRoom:
+        """Returns the room for num_tokens new tokens of at most num_seqs segments."""
+        short, tall = (heads.tile(most).tokens for most in (MOST_SHORT, MOST_SHORT + 1))
+        num_short = min(num_tokens, num_seqs * ceil_div(MOST_SHORT, short))
+        num_tall = num_tokens // tall + min(num_seqs, num_tokens // (MOST_SHORT + 1))
+        num_items = num_short + num_seqs + heads.num_more, num_tall + num_seqs + heads.num_more
+        num_parts = num_tokens + 2 * num_seqs + heads.num_more * (short + tall)
+        return cls(num_items, num_tokens + num_seqs, num_tokens, num_parts)
+
+    @classmethod
+    def of_all(cls, rooms: Sequence[WorkRoom]) -> WorkRoom:
+        """Returns the room that is enough for each of several passes."""
+        short, tall = (max(room.num_items[number] for room in rooms) for number in (0, 1))
+        names = "num_rows", "num_merges", "num_entries"
+        return cls((short, tall), *(max(getattr(room, name) for room in rooms) for name in names))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of a `FixedWork`: of both sets of items, and of the rest."""
         items = [(number, ITEM_WIDTH) for number in self.num_items]
-        return [*items, (2 * num_seqs,), (num_seqs, MERGE_WIDTH), (self.num_entries,)]
+        return [*items, (self.num_rows,), (self.num_merges, MERGE_WIDTH), (self.num_entries,)]
 
 
-def decode_work(
-    contexts: Int32Array, runs: Sequence[SharedRun], heads: DeviceHeads, room: DecodeRoom
-) -> DecodeWork:
-    """Returns the work of one new token of each segment, with what does nothing behind it.
-
-    contexts: int32 [S]. runs: with at most S members together.
-    """
-    size = len(contexts)
-    starts = np.arange(size + 1, dtype=np.int32)
-    listed = PassWork.of(starts, contexts, runs, heads)
-    work = listed.work.padded(room.num_items, size, room.num_entries)
-    rows = np.zeros(2 * size, np.int32)
+def fixed_work(
+    query_starts: Int32Array,
+    contexts: Int32Array,
+    runs: Sequence[SharedRun],
+    heads: DeviceHeads,
+    room: WorkRoom,
+) -> FixedWork:
+    """Returns the work of a pass, see `PassWork`, with what does nothing behind it."""
+    listed = PassWork.of(query_starts, contexts, runs, heads)
+    work = listed.work.padded(room.num_items, room.num_merges, room.num_entries)
+    rows = np.zeros(room.num_rows, np.int32)
     rows[: len(listed.rows)] = listed.rows
-    return DecodeWork(work.items, rows, work.merges, work.entries)
+    return FixedWork(work.items, rows, work.merges, work.entries)
 
 
 @cache

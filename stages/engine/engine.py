@@ -340,10 +340,9 @@ class LanguageEngine:
 
     def _run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None]:
         """Returns logits of each chunk's last rows, and the rows where a head drafts: see `run_with_head`."""
-        num_rows = map(self._sequences.num_rows, chunks)
         segments = [
-            self._guarded(chunk).segment(chunk.start, chunk.stop, count, self.kv)
-            for chunk, count in zip(chunks, num_rows, strict=True)
+            self._guarded(chunk).segment(chunk.start, chunk.stop, self._sequences.num_rows(chunk), self.kv)
+            for chunk in chunks
         ]
         has_head = self._runner.draft_head is not None
         return self._runner.run_with_head(segments) if has_head else (self._runner.run(segments), None)
@@ -368,9 +367,6 @@ class LanguageEngine:
                 computed.extend(sample_chunks(parts, logits, hidden))
 
         run_apart(chunks, run, lambda chunk, error: self._fail(chunk.request, error, result))
-        self._commit(computed, result)
-
-    def _commit(self, computed: Sequence[ComputedChunk], result: StepResult) -> None:
         for each in computed:
             num_before = each.family[0].num_generated
             self._record(each.chunk.request, result, self._sequences.record, each)

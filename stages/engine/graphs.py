@@ -26,11 +26,12 @@ from torch import Tensor
 
 from epd.encoders.device import arrays_over, bytes_into, room_bytes
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan
-from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
+from epd.stages.attention.device import DeviceHeads, DevicePlan, FixedWork, WorkRoom, fixed_work
 from epd.stages.attention.pieces import SharedRun
+from epd.stages.engine.kv_pool import KVPools
 from epd.stages.engine.packed_pass import PackedPass
-from epd.stages.kernels.tiles import growth
-from epd.types import UInt8Array, ceil_div
+from epd.stages.kernels.tiles import PagedSegments, growth
+from epd.types import Int64Array, UInt8Array, ceil_div
 
 _SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
 # Tokens for which the keys of a batch stay cut as they are: the last pieces are longer by so many.
@@ -79,26 +80,61 @@ class CudaGraphMaker:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeShape:
-    """Describes what passes of decodes have in common.
+class Capturing:
+    """Says which passes are captured, and by what.
+
+    max_num_seqs, max_tokens: of a pass.
+    """
+
+    maker: GraphMaker
+    max_num_seqs: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """Describes what captured passes have in common.
 
     num_position_rows: three for M-RoPE, else one.
-    max_blocks: of a request's table.
-    spare_blocks: of each layer group, the block for rows that pad a batch.
+    max_num_seqs: of a pass. max_blocks: of a request's table.
+    spare_blocks: of each layer group, the block for rows that pad a pass.
     heads: of each layer group.
     """
 
     num_position_rows: int
     block_size: int
+    max_num_seqs: int
     max_blocks: int
     spare_blocks: tuple[int, ...]
     heads: tuple[DeviceHeads, ...]
 
-    def room(self, size: int) -> DecodeRoom:
+    @classmethod
+    def of(
+        cls,
+        pools: KVPools,
+        heads: Sequence[DeviceHeads],
+        num_position_rows: int,
+        max_num_seqs: int,
+        max_positions: int,
+    ) -> PassShape:
+        """Describes passes over these pools, whose last blocks are spare. max_positions: of a request."""
+        num_blocks = [pool.num_blocks for pool in pools.groups]
+        max_blocks = min(*num_blocks, ceil_div(max_positions, pools.block_size))
+        spare = tuple(number - 1 for number in num_blocks)
+        return cls(num_position_rows, pools.block_size, max_num_seqs, max_blocks, spare, tuple(heads))
+
+    def room(self, size: int) -> WorkRoom:
         """Returns the room for attention's work of a batch."""
-        rooms = [DecodeRoom.of(size, heads) for heads in self.heads]
-        items = [max(each) for each in zip(*(room.num_items for room in rooms), strict=True)]
-        return DecodeRoom((items[0], items[1]), max(room.num_entries for room in rooms))
+        return WorkRoom.of_all([WorkRoom.of_decodes(size, heads) for heads in self.heads])
+
+    def num_segments(self, num_tokens: int) -> int:
+        """Returns how many segments so many tokens have at most."""
+        return min(self.max_num_seqs, num_tokens)
+
+    @property
+    def spare_slots(self) -> Int64Array:
+        """Returns a slot of each spare block: int64 [G, 1]."""
+        return np.array(self.spare_blocks, np.int64)[:, None] * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +158,14 @@ class _Arrays:
     entries: Any
     tables: Any
 
-    def plans(self, shape: DecodeShape, *, is_shared: bool) -> list[AttentionPlan]:
+    def plans(self, shape: PassShape, *, is_shared: bool) -> list[AttentionPlan]:
         """Plans the attention of each layer group. is_shared: with what is read together."""
+        starts = torch.arange(len(self.token_ids) + 1, dtype=torch.int32, device=self.slots.device)
         on_device = [
-            DevicePlan.of_decodes(
+            DevicePlan.fixed(
                 self.slots[group],
-                self.contexts[group],
-                self.tables[:, group].t(),
+                PagedSegments(starts, self.contexts[group], self.tables[:, group].t()),
+                1,
                 self._work(group, is_shared=is_shared),
                 heads,
                 shape.block_size,
@@ -137,10 +174,10 @@ class _Arrays:
         ]
         return [AttentionPlan(plan.slot_mapping, plan) for plan in on_device]
 
-    def _work(self, group: int, *, is_shared: bool) -> DecodeWork:
+    def _work(self, group: int, *, is_shared: bool) -> FixedWork:
         sets = (self.own, self.together) if is_shared else (self.own,)
         entries = self.entries[group] if is_shared else self.entries[group, : self.own.shape[1]]
-        return DecodeWork([items[group] for items in sets], self.rows[group], self.merges[group], entries)
+        return FixedWork([items[group] for items in sets], self.rows[group], self.merges[group], entries)
 
 
 class _HostBatch:
@@ -151,7 +188,7 @@ class _HostBatch:
     is_shared: whether requests read something together.
     """
 
-    def __init__(self, memory: UInt8Array, shape: DecodeShape, size: int) -> None:
+    def __init__(self, memory: UInt8Array, shape: PassShape, size: int) -> None:
         """Lays them out in memory, uint8 [n], with nothing but padding."""
         self._shape, self._size, self._num_rows = shape, size, size
         self._memory = torch.from_numpy(memory)
@@ -172,11 +209,10 @@ class _HostBatch:
 
     def _pad(self, num_rows: int) -> None:
         """Lets the rows behind the first `num_rows` write to, and read, what nobody else does."""
-        spare = np.array(self._shape.spare_blocks, np.int32)[:, None]
         padding = slice(num_rows, max(self._num_rows, num_rows))
-        self._arrays.slots[:, padding] = spare.astype(np.int64) * self._shape.block_size
+        self._arrays.slots[:, padding] = self._shape.spare_slots
         self._arrays.contexts[:, padding] = 1
-        self._arrays.tables[0, :, padding] = spare
+        self._arrays.tables[0, :, padding] = np.array(self._shape.spare_blocks, np.int32)[:, None]
         self._num_rows = num_rows
 
     def write(self, packed: PackedPass) -> None:
@@ -186,7 +222,7 @@ class _HostBatch:
             self._pad(num_rows)
         arrays.token_ids[:num_rows] = packed.token_ids
         arrays.positions[:, :num_rows] = packed.positions[: self._shape.num_position_rows]
-        self._num_columns = _num_columns(packed)
+        self._num_columns = num_columns_of(packed)
         for group, batch in enumerate(packed.batches):
             arrays.slots[group, :num_rows] = batch.slot_mapping
             arrays.contexts[group, :num_rows] = batch.context_lens
@@ -197,14 +233,15 @@ class _HostBatch:
             self._planned, num_tokens = packed, 0
             self._first_context = int(packed.batches[0].context_lens[0])
             pairs = zip(packed.batches, self._shape.heads, strict=True)
-            self._plan([_shared(batch, heads) for batch, heads in pairs])
+            self._plan([shared_runs(batch, heads) for batch, heads in pairs])
         np.add(self._own, self._growth * num_tokens, out=arrays.own)
 
     def _plan(self, runs: Sequence[Sequence[SharedRun]]) -> None:
         """Cuts the keys into items of work. runs: of each layer group, what its requests read together."""
         arrays, room = self._arrays, self._shape.room(self._size)
+        starts = np.arange(self._size + 1, dtype=np.int32)
         for group, heads in enumerate(self._shape.heads):
-            work = decode_work(arrays.contexts[group], runs[group], heads, room)
+            work = fixed_work(starts, arrays.contexts[group], runs[group], heads, room)
             arrays.own[group], arrays.together[group] = work.items
             arrays.rows[group], arrays.merges[group] = work.rows, work.merges
             arrays.entries[group] = work.entries
@@ -229,13 +266,12 @@ class DecodeGraphs:
         self,
         maker: GraphMaker,
         compute: Compute,
-        shape: DecodeShape,
-        sizes: Sequence[int],
+        shape: PassShape,
         device: torch.device,
     ) -> None:
-        """Captures passes of these sizes, the largest first, whose memory serves the others."""
+        """Captures passes of several sizes, the largest first, whose memory serves the others."""
         self._shape = shape
-        self._sizes = sorted(sizes)
+        self._sizes = graph_sizes(shape.max_num_seqs)
         num_bytes = room_bytes(_layout(shape, self._sizes[-1]))
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._on_host = np.zeros(num_bytes, np.uint8)
@@ -275,7 +311,7 @@ class DecodeGraphs:
             and num_rows <= self._sizes[-1]
             and not len(packed.visual_rows)
             and not packed.adapters
-            and _num_columns(packed) <= self._shape.max_blocks
+            and num_columns_of(packed) <= self._shape.max_blocks
         )
 
     def run(self, packed: PackedPass, token_ids: Tensor | None) -> Tensor:
@@ -302,23 +338,23 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*takewhile(lambda size: size < max_num_seqs, _SIZES), min(max_num_seqs, _SIZES[-1])]
 
 
-def _shared(batch: AttentionBatch, heads: DeviceHeads) -> Sequence[SharedRun]:
+def shared_runs(batch: AttentionBatch, heads: DeviceHeads) -> Sequence[SharedRun]:
     """Returns what decodes read together; nothing if they take part more often than there is room for."""
     runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
     return runs if sum(len(run.segments) for run in runs) <= len(batch.context_lens) else ()
 
 
-def _num_columns(packed: PackedPass) -> int:
+def num_columns_of(packed: PackedPass) -> int:
     """Returns how many blocks the longest of the tables needs."""
     return max(ceil_div(int(batch.context_lens.max()), batch.block_size) for batch in packed.batches)
 
 
-def _layout(shape: DecodeShape, size: int) -> list[Tensor]:
+def _layout(shape: PassShape, size: int) -> list[Tensor]:
     """Returns the arrays of a batch without their values, in their order."""
     num_groups = len(shape.spare_blocks)
     shapes = [(num_groups, size), (size,), (shape.num_position_rows, size)]
     layout = [torch.empty(each, dtype=torch.int64, device="meta") for each in shapes]
-    work = shape.room(size).shapes(size)
+    work = shape.room(size).shapes
     shapes = [
         (num_groups, size),
         *((num_groups, *each) for each in work),

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from copy import copy as shallow_copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_spec import SCALE_BYTES
+from epd.stages.attention.support import layer_windows, lenders, state_layers
 from epd.stages.engine.pool_memory import pool_memory
 from epd.stages.engine.slot_copies import copy_runs, copy_slots, slot_runs, token_slots
 from epd.stages.engine.state_pool import StateLayout, StatePool, StatesShape
@@ -351,3 +352,21 @@ class KVPools:
         there = token_slots(span.blocks, span.start - skipped, span.stop - skipped, source_block_size)
         table = ticket.block_tables[span.layer_group]
         return there, token_slots(table, span.start, span.stop, self.block_size)
+
+
+def layer_places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
+    """Returns of each layer its group, the last one for those with windows, and its part of the pools."""
+    groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
+    owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
+    windows, has_states, lent = layer_windows(config), state_layers(config), lenders(config)
+    layers = [layer for layer, has_state in enumerate(has_states) if not has_state and lent[layer] == layer]
+    places = {layer: place for place, layer in enumerate(sorted(layers, key=lambda each: windows[each] or 0))}
+    for index, has_state in enumerate(has_states):
+        if has_state and pools.states is not None:
+            groups.append(0)
+            caches.append(pools.states.layer(num_states))
+            num_states += 1
+        else:
+            groups.append(owners[places[lent[index]]])
+            caches.append(pools.layer(places[lent[index]]))
+    return groups, caches

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from epd.encoders import Adapter, Embeddings, place
+from epd.encoders import Adapter, Embeddings, num_deepstack, place
 from epd.encoders.device import arrays_to_device, device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.errors import RequestError
@@ -37,8 +37,9 @@ from epd.stages.decoder.gemma4 import ids_read
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.lora import LoRARows, not_ours, read_adapters
-from epd.stages.engine.graphs import DecodeGraphs, DecodeShape, GraphMaker, graph_sizes
-from epd.stages.engine.kv_pool import KVLayout, KVPools
+from epd.stages.engine.chunk_graphs import ChunkGraphs, chunk_sizes
+from epd.stages.engine.graphs import Capturing, DecodeGraphs, PassShape, graph_sizes
+from epd.stages.engine.kv_pool import KVLayout, KVPools, layer_places
 from epd.stages.engine.packed_pass import (
     GroupKind,
     PackedPass,
@@ -52,7 +53,6 @@ from epd.stages.rank import ALONE, Collectives, RankGroup
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import ROWS, PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
-from epd.types import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +90,14 @@ class ModelRunner:
         *,
         by_modules: bool = False,
         ranks: Collectives | None = None,
-        graphs: GraphMaker | None = None,
-        max_num_seqs: int = 1,
+        capturing: Capturing | None = None,
     ) -> None:
         """Takes a model of transformers, whose parameters or attention function may be changed.
 
         adapter: may be left out for a text model that our decoder knows.
         by_modules: computes the layers with its modules, even if our decoder knows the text model.
         ranks: that share the model and run the same passes; the logits are rank 0's.
-        graphs: captures decodes of up to max_num_seqs sequences; None to capture nothing.
+        capturing: which passes are captured; None to capture nothing.
         """
         self.pools = pools
         self._ranks = ranks
@@ -119,12 +118,13 @@ class ModelRunner:
         self._adds = adds_embeddings(config)
         self.draft_head = DraftHead.of(model, pools.groups[0].layer(-1))
         # Of each layer, its group, the first for one without attention, and its caches.
-        self._groups, self._caches = _places(model.get_decoder().config, pools)
+        self._groups, self._caches = layer_places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
         self._heads = [DeviceHeads.of(pool.layer(0)[0], num_heads) for pool in pools.groups]
         if uses_kernels(pools.memory):
             self._warm_up(num_heads)
-        self._graphs = None if graphs is None else self._captured(graphs, max_num_seqs)
+        self._num_deepstack = num_deepstack(model.config)
+        self._graphs, self._chunk_graphs = self._captured(capturing)
 
     def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
         """Reads adapters of the model that requests may name. Raises ModelError, UnsupportedModelError."""
@@ -161,36 +161,45 @@ class ModelRunner:
             self._decoder.warm_up_states(self.pools.states.layer(0)[1])
 
     @torch.inference_mode()
-    def _captured(self, maker: GraphMaker, max_num_seqs: int) -> DecodeGraphs | None:
-        """Captures passes of decodes; None where it cannot be done, as with a decoder that waits."""
+    def _captured(self, capturing: Capturing | None) -> tuple[DecodeGraphs | None, ChunkGraphs | None]:
+        """Captures passes; none where it cannot be done, as with a decoder that waits."""
         decoder = self._decoder
-        if not isinstance(decoder, FusedDecoder) or decoder.waits:
-            return None
-        num_blocks = [pool.num_blocks for pool in self.pools.groups]
-        shape = DecodeShape(
-            decoder.num_position_rows,
-            self.pools.block_size,
-            max_blocks=min(*num_blocks, ceil_div(self._max_positions, self.pools.block_size)),
-            spare_blocks=tuple(number - 1 for number in num_blocks),
-            heads=tuple(self._heads),
-        )
+        if capturing is None or not isinstance(decoder, FusedDecoder) or decoder.waits:
+            return None, None
+        maker, num_seqs, sizes = capturing.maker, capturing.max_num_seqs, chunk_sizes(capturing.max_tokens)
+        rows, most = decoder.num_position_rows, self._max_positions
+        shape = PassShape.of(self.pools, self._heads, rows, num_seqs, most)
         try:
-            return DecodeGraphs(maker, self._decoded, shape, graph_sizes(max_num_seqs), self._device)
+            decodes = DecodeGraphs(maker, self._decoded, shape, self._device)
+            hidden = self._embed(torch.zeros(sizes[-1], dtype=torch.int64, device=self._device))
+            chunks = ChunkGraphs(maker, self._layered, shape, hidden, self._num_deepstack, sizes)
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            logger.warning("decodes could not be captured; they are as with enforce_eager", exc_info=True)
-            return None
+            logger.warning("passes could not be captured; they are as with enforce_eager", exc_info=True)
+            return None, None
+        text, most = "captured: decodes of at most %d requests, other passes of at most %d tokens", sizes[-1]
+        logger.info(text, graph_sizes(num_seqs)[-1], most)
+        return decodes, chunks
 
     def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
         """Computes one token of each sequence: logits [T, V]."""
-        caches = self._caches_of(plans, None)
-        ids = self._as_read(token_ids)
-        inputs = DecoderInputs(positions, caches, token_ids[:0], token_ids=ids)
-        logits: Tensor = self._head(
-            self._decoder.run(self._embed(ids), inputs, range(self._decoder.num_layers))
-        )
+        hidden = self._embed(self._as_read(token_ids))
+        logits: Tensor = self._head(self._layered(hidden, positions, plans, ()))
         return logits
+
+    def _layered(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        plans: Sequence[AttentionPlan],
+        deepstack: Sequence[Tensor],
+    ) -> Tensor:
+        """Computes the layers of embedded tokens: [T, C]. deepstack: of all of them, for the first layers."""
+        visual = Embeddings(hidden, tuple(deepstack)) if deepstack else None
+        rows = torch.arange(len(hidden), device=self._device) if deepstack else positions[0, :0]
+        inputs = DecoderInputs(positions, self._caches_of(plans, None), rows, visual)
+        return self._decoder.run(hidden, inputs, range(self._decoder.num_layers))
 
     def _as_read(self, token_ids: Tensor) -> Tensor:
         return token_ids if self._ids_read is None else self._ids_read.index_select(0, token_ids)
@@ -229,9 +238,16 @@ class ModelRunner:
         self, packed: PackedPass, visual: Embeddings | None, token_ids: Tensor | None = None
     ) -> Tensor:
         """Computes a pass as `run` and `run_decodes` do."""
-        if self._graphs is not None and not packed.segments and self._graphs.fits(packed):
+        is_whole = not packed.segments
+        if self._graphs is not None and is_whole and self._graphs.fits(packed):
             return self._graphs.run(packed, token_ids)
-        logits: Tensor = self._head(self._decode(packed, self._inputs(packed, token_ids), visual))
+        inputs = self._inputs(packed, token_ids)
+        if self._chunk_graphs is not None and is_whole and self._chunk_graphs.fits(packed):
+            hidden, visual = self._embedded(visual, inputs)
+            rows = self._chunk_graphs.run(packed, hidden, inputs.visual_rows, visual)
+            logits: Tensor = self._head(rows.index_select(0, inputs.logit_rows))
+        else:
+            logits = self._head(self._decode(packed, inputs, visual))
         return logits
 
     @torch.inference_mode()
@@ -369,24 +385,6 @@ class ModelRunner:
             return embeds, None
         visual = visual.mapped(lambda part: to_device(part, self._device))
         return place(embeds[None], inputs.visual_rows, visual, adds=self._adds)[0], visual
-
-
-def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
-    """Returns of each layer its group, the last one for those with windows, and its part of the pools."""
-    groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
-    owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
-    windows, has_states, lent = layer_windows(config), state_layers(config), lenders(config)
-    layers = [layer for layer, has_state in enumerate(has_states) if not has_state and lent[layer] == layer]
-    places = {layer: place for place, layer in enumerate(sorted(layers, key=lambda each: windows[each] or 0))}
-    for index, has_state in enumerate(has_states):
-        if has_state and pools.states is not None:
-            groups.append(0)
-            caches.append(pools.states.layer(num_states))
-            num_states += 1
-        else:
-            groups.append(owners[places[lent[index]]])
-            caches.append(pools.layer(places[lent[index]]))
-    return groups, caches
 
 
 def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout, int | None]]:

@@ -26,7 +26,7 @@ from epd.sampling_params import SamplingParams
 from epd.stages.attention.support import adds_embeddings
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
-from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
+from epd.stages.engine.graphs import Capturing, CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
 from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import Segment, visual_of
@@ -115,8 +115,7 @@ def build_engine(
             adapter,
             pools,
             by_modules=by_modules or options.model_impl == "transformers",
-            graphs=None if options.enforce_eager else graphs or _graph_maker(model),
-            max_num_seqs=config.max_num_seqs,
+            capturing=None if options.enforce_eager else _capturing(model, config, graphs),
         )
     else:
         ranks.tell(pools.shape)
@@ -139,10 +138,12 @@ def _is_on_gpu(model: Any) -> bool:
     return device_of(model).type != "cpu"
 
 
-def _graph_maker(model: Any) -> GraphMaker | None:
-    """Returns what captures passes where the model is; None where nothing can be captured."""
+def _capturing(model: Any, config: SchedulerConfig, maker: GraphMaker | None) -> Capturing | None:
+    """Returns which passes are captured where the model is; None where nothing can be."""
     weight = model.get_input_embeddings().weight
-    return CudaGraphMaker(weight.device) if uses_kernels(weight) else None
+    if maker is None and uses_kernels(weight):
+        maker = CudaGraphMaker(weight.device)
+    return None if maker is None else Capturing(maker, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def _num_token_ids(model: Any) -> int:

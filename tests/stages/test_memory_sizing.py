@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.worker import worker_stages
 from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
@@ -38,7 +40,7 @@ from epd.stages.memory_sizing import (
 )
 from epd.stages.placement import CPU_FLOAT32, Placement
 from epd.stages.profiling import peak_bytes
-from epd.topology import parse_topology
+from epd.topology import Stage, parse_topology
 from tests.encoders.families import Family
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_audio import build_qwen2_audio
@@ -306,6 +308,71 @@ def test_passes_are_as_large_as_the_device_and_have_room(
     assert builder._kv_tokens is not None
     bytes_per_token = memory_sizing.kv_bytes_per_token(builder._language_model())
     assert builder._kv_tokens * bytes_per_token == pytest.approx(left_gb * GB, rel=1e-3)
+
+
+@pytest.mark.parametrize("device_gb", [24, 48, 80])
+def test_graphs_of_the_tower_are_part_of_what_a_worker_needs(
+    checkpoints: dict[str, Path],
+    gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device_gb: int,
+) -> None:
+    """They take .7 GB, are given back when they are measured, and held by the stage of a worker."""
+    free, model = [9 * GB], checkpoints["qwen2_5_vl"]
+    monkeypatch.setattr(memory_sizing, "run_encode", lambda *_: None)
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
+    monkeypatch.setattr(memory_sizing, "run_sampling", lambda *_: None)
+    monkeypatch.setattr(memory_sizing, "CudaGraphMaker", lambda _: Taking(free))
+    monkeypatch.setattr(memory_sizing, "_capture", lambda *_: Taking(free, 0.3).engine())
+    monkeypatch.setattr(worker_stages, "uses_kernels", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free[0]), device_gb * GB))
+    monkeypatch.setattr(GPUMemory, "now", classmethod(lambda cls, _: cls(device_gb * GB, 0, 15 * GB)))
+
+    def builder_of(**options: Any) -> StageBuilder:
+        settings = WorkerSettings(model, EngineConfig(**options), num_embeddings=1024)
+        builder = StageBuilder(settings, LocalTransport())
+        monkeypatch.setattr(builder, "_load", lambda role: load_role(model, role, CPU_FLOAT32).model)
+        builder.placement = ON_GPU
+        return builder
+
+    def sized(roles: set[Stage], **options: Any) -> float:
+        """GB of keys and values."""
+        builder = builder_of(**options)
+        builder.size(frozenset(roles), frozenset(roles))
+        assert free[0] == 9 * GB
+        return (builder._kv_tokens or 0) * memory_sizing.kv_bytes_per_token(builder._language_model()) / GB
+
+    most = sized({"encode", "prefill"}, enforce_eager=True)
+    assert most - sized({"encode", "prefill"}) == pytest.approx(0.7, abs=0.01)
+    assert most - sized({"encode", "prefill", "decode"}) == pytest.approx(0.7 + 0.3, abs=0.01)
+    assert sized({"prefill"}) == sized({"prefill"}, enforce_eager=True)
+    with caplog.at_level(logging.INFO, "epd.serve_app.worker.worker_stages"):
+        builder = builder_of()
+        tower = builder._captured(builder.adapter.vision_tower(builder._encoder_model()), 700)
+    assert "calls of the tower of at most 512 patches, 0.70 GB" in caplog.text
+    del tower
+
+
+class Taking:
+    """Stands in for CUDA graphs that take some GB of a device while they live. free: its bytes, in a list."""
+
+    def __init__(self, free: list[float], num_gb: float = 0.7) -> None:
+        self._free, self._num_bytes = free, num_gb * GB
+
+    def capture(self, _run: Any) -> Any:
+        self._free[0] -= self._num_bytes
+        weakref.finalize(self, _add, self._free, self._num_bytes)
+        self._num_bytes = 0
+        return lambda: self
+
+    def engine(self) -> Any:
+        kept = self.capture(None)
+        return SimpleNamespace(pools=SimpleNamespace(shape=SimpleNamespace(num_bytes=0)), kept=kept)
+
+
+def _add(free: list[float], num_bytes: float) -> None:
+    free[0] += num_bytes
 
 
 def test_the_largest_sampling_weighs_every_token_for_each_answer(

@@ -274,6 +274,31 @@ def test_a_step_of_decodes_is_one_replay(
         assert cuda.waits == [("stages/sampling/sampler.py", "_on_host")]
 
 
+@pytest.mark.parametrize(("name", "most"), [("qwen2_5_vl", 13), ("qwen3_vl", 18)])
+def test_a_pass_with_a_chunk_is_one_replay(
+    families: dict[str, Family], cuda: FakeCuda, name: str, most: int
+) -> None:
+    """Alone, then beside a decode, whatever the layers; features for the first of them are placed before."""
+    device, counts = OnDevice(families[name], cuda), list[list[int]]()
+    for graphs in (None, Replays(cuda)):
+        engine, found = device.engine(graphs=graphs, max_num_seqs=3), list[int]()
+        for _ in range(2):
+            engine.add(request := device.request(SamplingParams(max_tokens=12)))
+            device.feed(request, [engine])
+            while engine.scheduler.waiting or not all(each.is_decoding for each in engine.scheduler.running):
+                cuda.launches.clear()
+                cuda.waits.clear()
+                result = engine.step()
+                assert len(cuda.waits) == bool(result.outputs)
+                assert cuda.launches.count("replay") == (graphs is not None)
+                found.append(len(cuda.launches))
+        counts.append(found)
+    eager, replayed = counts
+    assert len(eager) == len(replayed) > 1
+    assert max(replayed) <= most
+    assert min(eager) >= 70 * device.model.config.get_text_config().num_hidden_layers
+
+
 def test_in_fp8_nothing_waits_for_scales(
     families: dict[str, Family], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

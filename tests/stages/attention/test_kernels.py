@@ -20,9 +20,9 @@ from epd.encoders.patches import PatchSpec, patchify
 from epd.kv.kv_spec import SCALE_BYTES
 from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
-from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
+from epd.stages.attention.device import DeviceHeads, DevicePlan, FixedWork, WorkRoom, fixed_work
 from epd.stages.kernels.scaled_values import scaled
-from epd.stages.kernels.tiles import growth
+from epd.stages.kernels.tiles import PagedSegments, growth
 from tests.stages.attention.test_attention import (
     Case,
     filled,
@@ -178,12 +178,41 @@ def compare_refilled(device: str) -> None:
         if not memory:
             memory = [array.to(device) for array in arrays]
             slots, contexts, tables, own, together, *rest = memory
-            work = DecodeWork([own, together], *rest)
-            plan = DevicePlan.of_decodes(slots, contexts, tables, work, unit, block_size=16)
+            segments = PagedSegments(torch.arange(5).int().to(device), contexts, tables)
+            work = FixedWork([own, together], *rest)
+            plan = DevicePlan.fixed(slots, segments, 1, work, unit, block_size=16)
         for place, array in zip(memory, arrays, strict=True):
             place.copy_(array)
         query = torch.cat([case.query, torch.full((4 - len(lens), *heads[::2]), torch.nan)]).to(device)
         ours = plan.attend_by_kernels(query, key_cache, value_cache, 0.2)[: len(lens)]
+        assert (ours.cpu().double() - naive(case, 0.2)).abs().max() < TOLERANCE[torch.float32]
+
+
+def compare_padded(device: str) -> None:
+    """Passes of chunks, drafts and decodes, in rows for 64 tokens and work for 6 segments."""
+    heads = (6, 2, 16)
+    for lens, num_shared in (
+        (((40, 300), (9, 9), (1, 650), (3, 20)), 0),
+        (((1, 300), (1, 290), (1, 280), (17, 17)), 16),
+        (tuple((8, 40 + number) for number in range(6)), 0),
+    ):
+        case = sharing(make_case(list(lens), heads, 16), num_shared)
+        batch, num_tokens = case.batch, len(case.query)
+        caches = [cache.to(device) for cache in filled(case)]
+        unit = replace(DeviceHeads.of(caches[0], heads[0]), num_processors=8)
+        with sharing_pays():
+            runs = unit.shared(batch.query_starts, batch.context_lens, batch.block_tables, 16)
+        assert bool(runs) == (num_shared > 0)
+        room = WorkRoom.of_tokens(64, 6, unit)
+        listed = fixed_work(batch.query_starts, batch.context_lens, runs, unit, room)
+        arrays = *listed.items, listed.rows, listed.merges, listed.entries
+        short, tall, *rest = (torch.from_numpy(each).to(device) for each in arrays)
+        located = batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables
+        slots, *places = (torch.from_numpy(each).to(device) for each in located)
+        work = FixedWork([short, tall], *rest)
+        plan = DevicePlan.fixed(slots, PagedSegments(*places), 64, work, unit, block_size=16)
+        query = torch.cat([case.query, torch.full((64 - num_tokens, *heads[::2]), torch.nan)]).to(device)
+        ours = plan.attend_by_kernels(query, *caches, 0.2)[:num_tokens]
         assert (ours.cpu().double() - naive(case, 0.2)).abs().max() < TOLERANCE[torch.float32]
 
 
@@ -203,7 +232,8 @@ def refilled(
     with sharing_pays():
         runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
     before = np.maximum(contexts - num_more, 1)
-    work = decode_work(before, runs, heads, DecodeRoom.of(num_rows, heads))
+    starts = np.arange(num_rows + 1, dtype=np.int32)
+    work = fixed_work(starts, before, runs, heads, WorkRoom.of_decodes(num_rows, heads))
     own, together = work.items
     own = own + num_more * growth(own, num_used)
     arrays = [slots, contexts, tables, own, together, work.rows, work.merges, work.entries]
@@ -288,6 +318,7 @@ def test_the_compiled_kernels_move_as_their_twins(dtype: torch.dtype) -> None:
 @on_gpu
 def test_the_compiled_kernel_attends_from_arrays_that_change() -> None:
     compare_refilled("cuda")
+    compare_padded("cuda")
 
 
 @pytest.mark.gpu

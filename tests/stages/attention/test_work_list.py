@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from epd.stages.attention.device import DeviceHeads, PassWork, shared_prefixes
+from epd.stages.attention.device import DeviceHeads, PassWork, WorkRoom, fixed_work, shared_prefixes
 from epd.stages.attention.pieces import SharedRun
 from epd.stages.kernels.tiles import (
     ITEM_WIDTH,
@@ -149,6 +149,38 @@ def test_work_is_padded_with_what_does_nothing() -> None:
         assert (items[: len(before)] == before).all()
         assert (items[len(before) :, [2, 4, 5]] == 0).all(), "no rows, no keys"
     assert (padded.merges[len(work.merges) :, 2] == 0).all()
+
+
+NEWS = (1, 2, 3, 8, 9, 17, 40)
+
+
+@pytest.mark.parametrize("new", [*NEWS, 0])
+@pytest.mark.parametrize("chip", [0, 90])
+def test_the_work_of_a_pass_of_any_segments_has_room(new: int, chip: int) -> None:
+    """As many segments of one length as a pass takes, or mixed; decodes share something, or pairs do."""
+    random = np.random.default_rng(new + chip)
+    for dtype, num_processors in ((torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 132)):
+        heads = replace(HEADS, dtype=dtype, num_processors=num_processors, chip=chip)
+        for size, num_seqs in ((64, 64), (192, 16), (512, 256)):
+            lens = random_lens(random, [new] if new else NEWS, size, num_seqs)
+            decodes = tuple(number for number, (length, _) in enumerate(lens) if length == 1)
+            shared = [SharedRun(decodes, 0, 256, 0)] if len(decodes) > 1 else []
+            pairs = zip(decodes[::2], decodes[1::2], strict=False)
+            for runs in ([], shared, [SharedRun(pair, 512, 256, 0) for pair in pairs]):
+                room = WorkRoom.of_tokens(size, num_seqs, heads)
+                work = fixed_work(*starts_of(lens), runs, heads, room)
+                arrays = *work.items, work.rows, work.merges, work.entries
+                assert [each.shape for each in arrays] == room.shapes
+                assert PassWork.of(*starts_of(lens), runs, heads).work.num_parts <= room.num_entries
+
+
+def random_lens(random: np.random.Generator, news: Sequence[int], size: int, num_seqs: int) -> Lens:
+    """Segments of these lengths, as many as there is room for, most of contexts that are cut."""
+    lens: Lens = []
+    while len(lens) < num_seqs and sum(new for new, _ in lens) + min(news) <= size:
+        new = min(int(random.choice(news)), size - sum(new for new, _ in lens))
+        lens.append((new, int(random.choice([770, 900, 3000])) + new))
+    return lens
 
 
 @pytest.mark.parametrize(

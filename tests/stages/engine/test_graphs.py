@@ -1,12 +1,12 @@
-"""Decodes that replay a captured pass give the tokens of `generate`; each of them is one replay.
+"""Passes that replay a captured one give the tokens of `generate`; each of them is one replay.
 
 A CPU has no graphs: what is captured is run again, over the same memory. Before each run that memory has
-nothing of the pass before, and the block of the rows that pad a batch is not a number.
+nothing of the pass before, and the block of the rows that pad a pass is not a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
+from epd.stages.engine import chunk_graphs
+from epd.stages.engine.chunk_graphs import ChunkGraphs, chunk_sizes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.graphs import DecodeGraphs, _HostBatch, graph_sizes
 from epd.stages.engine.kv_pool import KVGroupShape, KVPoolsShape
@@ -29,6 +31,7 @@ from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+CHUNK_SIZES = (16, 64, 128)
 
 
 @dataclass
@@ -54,15 +57,21 @@ class Repeats:
 
 @dataclass
 class Watched:
-    """What runners did meanwhile. eager: the passes that were not replayed."""
+    """What runners did meanwhile. eager: passes that were not replayed. chunks: those with more that were."""
 
     eager: list[PackedPass] = field(default_factory=list)
+    chunks: list[PackedPass] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     runners: list[ModelRunner] = field(default_factory=list)
 
     @property
     def num_eager_decodes(self) -> int:
         return sum(map(_has_decodes_alone, self.eager))
+
+
+def _is_mixed(packed: PackedPass) -> bool:
+    lens = np.diff(packed.batches[0].query_starts)
+    return lens.min() == 1 < lens.max()
 
 
 def _has_decodes_alone(packed: PackedPass) -> bool:
@@ -75,6 +84,17 @@ def _has_decodes_alone(packed: PackedPass) -> bool:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Poisons all memory of a captured pass before it is replayed."""
     found, run, decode, build = Watched(), DecodeGraphs.run, ModelRunner._decode, ModelRunner._captured
+    run_chunks = ChunkGraphs.run
+
+    def poisoned_chunks(graphs: ChunkGraphs, packed: PackedPass, *embedded: Any) -> Tensor:
+        for memory, value in ((graphs._memory, 0x7F), (graphs._tables, 2**30)):
+            memory.fill_(value)
+        for rows in (graphs._hidden, graphs._out, graphs._deepstack):
+            rows.fill_(torch.nan)
+        for pool in found.runners[-1].pools.groups:
+            pool.storage[-1] = torch.nan
+        found.chunks.append(packed)
+        return run_chunks(graphs, packed, *embedded)
 
     def poisoned(graphs: DecodeGraphs, packed: PackedPass, token_ids: Tensor | None) -> Tensor:
         assert graphs._logits is not None
@@ -94,6 +114,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         return build(runner, *arguments)
 
     monkeypatch.setattr(DecodeGraphs, "run", poisoned)
+    monkeypatch.setattr(ChunkGraphs, "run", poisoned_chunks)
+    monkeypatch.setattr(chunk_graphs, "SIZES", CHUNK_SIZES)
     monkeypatch.setattr(ModelRunner, "_decode", watching)
     monkeypatch.setattr(ModelRunner, "_captured", building)
     return found
@@ -111,7 +133,7 @@ def captured(subject: Subject, graphs: Repeats, **options: Any) -> LanguageEngin
 def test_tokens_equal_generate(
     subjects: Callable[[str], Subject], name: str, runs_ahead: bool, watched: Watched
 ) -> None:
-    """Requests come and go, then end one after another; each pass of decodes alone is one replay."""
+    """Requests come and go, then end one after another; each pass of few tokens is one replay."""
     subject, graphs = subjects(name), Repeats()
     engine = captured(subject, graphs, async_scheduling=runs_ahead)
     prompts = subject.mix(7)
@@ -124,9 +146,13 @@ def test_tokens_equal_generate(
         drive.step()
     assert all(drive.tokens(f"{count}") == subject.prompts[0].expected[:count] for count in range(4, 9))
     assert len(graph_sizes(6)) == 4
-    assert graphs.num_captured == 7, "each size above one also for what several read together"
-    assert graphs.replays == len(watched.batches) > 10
+    assert graphs.num_captured == 7 + len(CHUNK_SIZES), "each size above one also for what is read together"
+    assert graphs.replays == len(watched.batches) + len(watched.chunks)
+    assert len(watched.batches) > 10
     assert watched.num_eager_decodes == 0
+    assert all(len(packed.token_ids) > CHUNK_SIZES[-1] for packed in watched.eager)
+    assert any(len(packed.visual_rows) for packed in watched.chunks)
+    assert any(_is_mixed(packed) for packed in watched.chunks), "chunks were meant to be beside decodes"
     assert {2, 3, 4, 5} <= set(watched.batches), "batches were meant to be padded, and not to be"
 
 
@@ -248,20 +274,69 @@ def test_a_batch_that_goes_on_is_what_would_be_laid_out_anew(
 
 
 def _decode(num_cached: int, **options: Any) -> Segment:
-    table = np.arange(3, dtype=np.int32)
-    return Segment(np.array([num_cached]), np.full((3, 1), num_cached), [num_cached], [table], **options)
+    return _segment(1, num_cached, range(3), **options)
+
+
+def _segment(num_new: int, num_cached: int, blocks: Sequence[int], **options: Any) -> Segment:
+    places = num_cached + np.arange(num_new)
+    table = np.array(blocks, dtype=np.int32)
+    return Segment(places % 50, np.tile(places, (3, 1)), [num_cached], [table], **options)
 
 
 @pytest.mark.parametrize(
     "segments",
     [
-        [Segment(np.arange(2), np.zeros((3, 2), np.int64), [4], [np.arange(3, dtype=np.int32)])],  # a chunk
+        [_segment(2, 4, [3])],
         [_decode(4, num_logits=0)],  # of media alone
+        [_segment(16, 0, [5])],  # no padding
+        [_decode(20), _segment(30, 7, [3, 4, 7]), _segment(5, 33, [8, 9, 2], num_logits=5), _decode(0)],
+    ],
+    ids=["chunk", "media", "full", "mixed and drafted"],
+)
+def test_passes_with_chunks_are_what_they_are_when_launched(
+    subjects: Callable[[str], Subject], segments: list[Segment], watched: Watched
+) -> None:
+    """Logits, and keys and values; nothing else is written but the last block, which is nobody's."""
+    segments = [
+        replace(each, block_tables=[each.block_tables[0] + 20 * i]) for i, each in enumerate(segments)
+    ]
+    found = []
+    for options in ({}, {"enforce_eager": True}):
+        captured(subjects("qwen2_5_vl"), graphs := Repeats(), **options)
+        runner = watched.runners[-1]
+        (pool,) = runner.pools.groups
+        pool.storage[:-1] = torch.randn(pool.storage[:-1].shape, generator=torch.Generator().manual_seed(1))
+        found.append((runner.run(segments), pool.storage[:-1].clone()))
+        assert graphs.replays == len(found) % 2
+    (logits, stored), (expected, expected_stored) = found
+    assert len(logits) == sum(each.num_logits for each in segments)
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(stored, expected_stored)
+
+
+def test_passes_that_need_what_was_not_captured_do_not_fit(
+    subjects: Callable[[str], Subject], watched: Watched
+) -> None:
+    captured(subjects("qwen2_5_vl"), Repeats())
+    runner = watched.runners[-1]
+    graphs, packed = runner._chunk_graphs, runner.packed([_segment(5, 0, [0])])
+    assert graphs is not None
+    assert graphs.fits(packed)
+    (batch,) = packed.batches
+    assert not graphs.fits(replace(packed, adapters=("tone",)))
+    assert not graphs.fits(replace(packed, num_deepstack=1))
+    assert not graphs.fits(replace(packed, batches=(replace(batch, both_ways=np.ones(5, np.bool_)),)))
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [_segment(129, 4, range(9))],  # a large chunk
         [_decode(4, num_kept=1)],  # pruned
         [_decode(4)] * 7,  # more than are captured
         [Segment(np.arange(1), np.zeros((3, 1), np.int64), [2048], [np.zeros(129, np.int32)])],  # long
     ],
-    ids=["chunk", "media", "pruned", "many", "long"],
+    ids=["large", "pruned", "many", "long"],
 )
 def test_other_passes_are_launched_as_they_are(
     subjects: Callable[[str], Subject], segments: list[Segment], watched: Watched
@@ -271,13 +346,17 @@ def test_other_passes_are_launched_as_they_are(
     assert (graphs.replays, len(watched.eager)) == (0, 1)
 
 
-def test_drafts_are_checked_by_passes_as_they_are(subjects: Callable[[str], Subject]) -> None:
+def test_drafts_are_checked_by_passes_that_are_replayed(
+    subjects: Callable[[str], Subject], watched: Watched
+) -> None:
     subject = subjects("qwen2_5_vl")
     engine = captured(subject, graphs := Repeats(), drafting=DraftConfig("recycling", 3))
     prompts = subject.mix(3)
     assert Drive(engine, seed=2).run(prompts) == {name: each.expected for name, each in prompts.items()}
     assert engine.counts.num_drafts > 0
     assert graphs.replays > 0, "a pass without drafts was meant to be among them"
+    assert any(len(each.logit_rows) > len(each.batches[0].context_lens) for each in watched.chunks)
+    assert all(len(packed.token_ids) > CHUNK_SIZES[-1] for packed in watched.eager)
 
 
 def test_layer_groups_have_tables_of_their_own(subjects: Callable[[str], Subject], watched: Watched) -> None:
@@ -315,3 +394,11 @@ def test_a_pass_that_cannot_be_captured_is_launched_as_it_is(
 def test_batches_are_captured_up_to_what_runs_at_once(max_num_seqs: int, sizes: list[int]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
     assert graph_sizes(10_000)[-1] == 512
+
+
+def test_chunks_are_captured_up_to_the_largest_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert chunk_sizes(1) == [64]
+    assert chunk_sizes(128) == [64, 128]
+    assert chunk_sizes(129) == [64, 128, 192]
+    assert chunk_sizes(8192)[-1] == 512
