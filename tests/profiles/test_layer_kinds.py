@@ -8,9 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MiniCPMV4_6Config
+from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6VisionModel
 
+from epd.encoders.names import is_wanted
 from epd.errors import RequestError
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.catalogue import MODELS, model_named
@@ -18,6 +24,7 @@ from epd.profiles.configurations import shape_of
 from epd.profiles.cost import StageCost
 from epd.profiles.memory import MemoryLimits
 from epd.profiles.profile import Profile
+from epd.stages.loading.weights import skeleton
 from epd.workload.requests import Resolution, VideoSpec
 from tests.models.recurrent import RECURRENT, STATE_BYTES
 from tests.models.test_windowed import LAYERS, TEXTS
@@ -170,3 +177,44 @@ def test_scaled_costs_keep_what_units_read() -> None:
     assert cost.times(3).seconds(2) == 3 * cost.seconds(2)
     with pytest.raises(ValueError, match="a share up to 1"):
         StageCost(active_share=1.5)
+
+
+def minicpm(**tower: int) -> Any:
+    """Its tower of SigLIP, or of other sizes, and the language model of Qwen3.5-0.8B."""
+    sizes = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+    }
+    text = RECURRENT["Qwen3.5-0.8B"].config["text_config"]
+    vision = sizes | {"patch_size": 14, "image_size": 980} | tower
+    return MiniCPMV4_6Config(
+        text_config=text, vision_config=vision, insert_layer_id=2, tie_word_embeddings=True
+    )
+
+
+def test_weights_of_a_minicpm_are_those_of_its_modules() -> None:
+    config = minicpm()
+    shape, model = shape_of("minicpm-v-4.6", config.to_dict()), skeleton(config, torch.bfloat16)
+    tower = sum(each.numel() for name, each in model.named_parameters() if is_wanted(name, "encode"))
+    language = sum(each.numel() for each in model.get_decoder().parameters())
+    assert shape.vision.num_parameters + shape.num_projector_parameters == pytest.approx(tower, rel=0.005)
+    assert shape.language.num_parameters == pytest.approx(language, rel=0.005)
+    assert shape.context_tokens == RECURRENT["Qwen3.5-0.8B"].context_tokens
+    assert shape.language.delta == MODELS["qwen3.5-0.8b"].language.delta
+
+
+def test_a_tower_that_joins_patches_computes_a_quarter_of_them_from_there() -> None:
+    """Of 1,024 patches, against what its modules compute: two layers alone have all of them."""
+    config = minicpm(hidden_size=64, intermediate_size=240, num_hidden_layers=8, num_attention_heads=4)
+    config.insert_layer_id = config.vision_config.insert_layer_id = 1
+    tower = MiniCPMV4_6VisionModel(config.vision_config).eval()
+    tower.config._attn_implementation = "sdpa"
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        tower(torch.zeros(1, 3, 14, 14 * 1024), target_sizes=torch.tensor([[32, 32]]))
+    shape = shape_of("minicpm-v-4.6", config.to_dict())
+    of_patches = 2 * 1024 * 3 * 14**2 * 64
+    assert 1024 * shape.vision.flops_per_token + of_patches == pytest.approx(
+        counted.get_total_flops(), rel=0.01
+    )
