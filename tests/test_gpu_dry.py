@@ -11,13 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from benchmarks.gpu import mixtures
 from benchmarks.gpu.__main__ import SECTIONS, main
 from benchmarks.gpu.sections import GpuSection, run_all
 from benchmarks.gpu.served import with_published_sizes
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.reporting import Row
-from epd.stages.placement import CPU_FLOAT32
+from epd.stages.placement import CPU_FLOAT32, Placement
 from tests import ROOT
 
 # What is installed for video, serving and its checks, and not there.
@@ -47,6 +49,8 @@ def test_the_dry_run_ends_well_without_video_and_serving(tmp_path: Path) -> None
     results = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert list(results) == ["setting", *SECTIONS]
     assert all(results[name]["rows"] and not results[name]["problem"] for name in SECTIONS)
+    checked = {row["kernel"] for row in results["kernels"]["rows"]}
+    assert checked >= {f"{num_rows} rows by experts of a tiny model" for num_rows in TINY.checked_expert_rows}
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert all(f"## {section.title}\n" in page for section in SECTIONS.values())
 
@@ -148,3 +152,15 @@ def test_the_served_checkpoint_has_the_published_sizes_of_pictures(tmp_path: Pat
     assert (folder / "model.safetensors").is_symlink()
     found = json.loads((folder / "processor_config.json").read_text())["image_processor"]
     assert found == {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}, "patch_size": 14}
+
+
+def test_what_a_decode_reads_is_scaled_up_to_all_layers(tmp_path: Path) -> None:
+    """By its name the model has 35 thousand million parameters, and reads 3 of them for a token."""
+    setup = Setup(Placement(torch.device("meta"), torch.bfloat16), FULL, tmp_path)
+    config = mixtures._config(setup)
+    built = {num_layers: mixtures._built(config, num_layers, setup) for num_layers in (4, 8, 40)}
+    assert sum(each.numel() for each in built[40].parameters()) == pytest.approx(35e9, rel=0.01)
+    for batch in (1, 32):
+        few, more, whole = (mixtures.read_bytes(model, batch, 0) for model in built.values())
+        assert mixtures.scaled(few, more) == pytest.approx(whole)
+        assert batch > 1 or whole / 2 == pytest.approx(3e9, rel=0.01)

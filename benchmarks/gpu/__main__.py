@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from benchmarks.gpu import checks, delta, measures
+from benchmarks.gpu import checks, delta, measures, mixtures
 from benchmarks.gpu.peers import peers
 from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
@@ -36,7 +36,7 @@ from epd.stages.placement import CPU_FLOAT32, Placement
 TOTAL_S = 525.0  # of the nine minutes; the rest is for imports
 # In the order of their worth, checks first: with --resume a call runs those that are missing.
 SECTIONS: Mapping[str, GpuSection] = {
-    "kernels": GpuSection("Kernels against plain arithmetic", checks.kernels, 90),
+    "kernels": GpuSection("Kernels against plain arithmetic", checks.kernels, 120),
     "long_values": GpuSection("Attention far into a long context and a large pool", checks.long_values, 60),
     "tokens": GpuSection("Tokens of E, P and D in float32 against the CPU", checks.tokens, 110),
     "tokens_in_type": GpuSection("Tokens against generate in the same type", checks.tokens_in_type, 40),
@@ -48,6 +48,8 @@ SECTIONS: Mapping[str, GpuSection] = {
     "delta": GpuSection("The gated delta rule alone", delta.measured, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
+    "experts": GpuSection("Mixtures of experts", mixtures.experts, 60),
+    "mixture_decode": GpuSection("Decoding by experts, scaled up", mixtures.mixture_decode, 120),
     "in_fp8": GpuSection("Passes with layers in FP8", measures.in_fp8, 90),
     "encode": GpuSection("Encoding", measures.encode, 40),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.gpu import delta
+from benchmarks.gpu.mixtures import products_of_experts
 from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.workers import SplitPipeline
@@ -54,7 +55,7 @@ _PATCHES = PatchSpec(14, 2, 2, (122.77, 116.75, 104.09), (68.5, 66.63, 70.32), 3
 
 
 def kernels(setup: Setup) -> Iterator[Row]:
-    """Attention, keys and values, states, patches, and quantised matrices, on the device against the CPU."""
+    """Attention, caches, states, patches, quantised matrices and experts, on the device against the CPU."""
     yield _patches(setup)
     yield from delta.rule(setup)
     for dtype in dict.fromkeys((torch.float32, setup.placement.dtype)):
@@ -65,6 +66,8 @@ def kernels(setup: Setup) -> Iterator[Row]:
             yield _product(setup, dtype, num_rows, name, matrix)
         for num_rows, kind in itertools.product((1, 300), fp8_kinds(setup.placement.device)):
             yield _fp8_product(setup, dtype, num_rows, kind)
+        for name, ours, theirs in products_of_experts(setup, dtype):
+            yield _compared(name, dtype, ours, theirs)
 
 
 def _patches(setup: Setup) -> Row:

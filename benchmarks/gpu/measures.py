@@ -21,7 +21,7 @@ from benchmarks.gpu.setup import Setup, room_bytes
 from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
 from epd.encode.encoder_cache import CachedGroup
-from epd.encoders import FrameSampling, VideoFacts
+from epd.encoders import Adapter, FrameSampling, VideoFacts
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.families.captured_tower import SIZES, captured
 from epd.encoders.groups import prompt_identity
@@ -65,13 +65,15 @@ def ceilings(setup: Setup) -> Iterator[Row]:
     )
     seconds = setup.seconds(lambda: left @ right, warm_up=3)
     yield {"what": f"product of {size} x {size}", "TFLOP/s": round(2 * size**3 / seconds / 1e12, 3)}
-    source = torch.empty(16 * size**2, dtype=torch.int32, device=setup.placement.device)
+    yield {"what": "large copy", "GB/s read and written": round(copy_bytes_per_s(setup) / 1e9)}
+
+
+def copy_bytes_per_s(setup: Setup) -> float:
+    """Returns the bytes that a large copy reads and writes in a second; of a CPU a small one."""
+    num_values = 2**30 if setup.placement.is_cuda else 2**20
+    source = torch.empty(num_values, dtype=torch.int32, device=setup.placement.device)
     target = torch.empty_like(source)
-    seconds = setup.seconds(lambda: target.copy_(source), warm_up=3)
-    yield {
-        "what": f"copy of {source.nbytes / 1e9:.1f} GB",
-        "GB/s read and written": round(2 * source.nbytes / 1e9 / seconds),
-    }
+    return 2 * source.nbytes / setup.seconds(lambda: target.copy_(source), warm_up=3)
 
 
 def load(setup: Setup) -> Iterator[Row]:
@@ -172,24 +174,31 @@ def _times(seconds: float, batch: int, read: int) -> Row:
 
 def _decode_step(setup: Setup, model: Any, batch: int, context: int, *, runs_ahead: bool) -> Row:
     """Schedule, plan, pass and sampling, behind prompts that were prefilled."""
+    seconds = step_s(setup, model, setup.adapter, batch, context, runs_ahead=runs_ahead)
+    read = _language_bytes(model) + batch * context * kv_bytes_per_token(model)
+    what = "engine step, run ahead" if runs_ahead else "engine step"
+    return {"what": what, "requests": batch, "context": context, **_times(seconds, batch, read)}
+
+
+def step_s(
+    setup: Setup, model: Any, adapter: Adapter, batch: int, context: int, *, runs_ahead: bool
+) -> float:
+    """Returns the seconds of a step of an engine, with one more token for each of `batch` requests."""
     room = batch * (context + 8 * _BLOCK_SIZE)
     engine = build_engine(
         model,
-        setup.adapter,
+        adapter,
         GenerationSettings(frozenset()),
         config=SchedulerConfig(max_num_seqs=batch),
         options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead),
     )
     for number in range(batch):
-        prompt = setup.adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
+        prompt = adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
         sampling = SamplingParams(max_tokens=6 * _BLOCK_SIZE, ignore_eos=True)
         engine.add(GenerateRequest(f"r{number}", prompt, prompt_identity(prompt, []), sampling))
     with torch.inference_mode():
         _prefill_all(engine, batch)
-        seconds = setup.seconds(lambda: [engine.step() for _ in range(_STEPS)]) / _STEPS
-    read = _language_bytes(model) + batch * context * kv_bytes_per_token(model)
-    what = "engine step, run ahead" if runs_ahead else "engine step"
-    return {"what": what, "requests": batch, "context": context, **_times(seconds, batch, read)}
+        return setup.seconds(lambda: [engine.step() for _ in range(_STEPS)]) / _STEPS
 
 
 def _prefill_all(engine: LanguageEngine, batch: int) -> None:

@@ -32,6 +32,9 @@ class Sizes:
     num_frames: of the video until whose first token is timed.
     repeats: of what is timed; the median is told.
     num_questions: about drawn videos, with each way of reduction. num_servers: that are asked about one.
+    mixtures: of experts: a model, experts, channels, channels within an expert, and experts of a row.
+    checked_expert_rows, expert_rows: of one call of experts that is checked, and of one that is timed.
+    mixture_batches: requests at once whose decodes by experts are timed.
     served_topologies, served_videos: of servers that get a file: its minutes, and their options.
     served_loads: what is sent, requests under way and in all, options of `epd bench`.
     """
@@ -52,6 +55,10 @@ class Sizes:
     repeats: int
     num_questions: int
     num_servers: int
+    mixtures: tuple[tuple[str, int, int, int, int], ...]
+    checked_expert_rows: tuple[int, ...]
+    expert_rows: tuple[int, ...]
+    mixture_batches: tuple[int, ...]
     served_topologies: tuple[str, ...]
     served_videos: tuple[tuple[int, tuple[str, ...]], ...]
     served_loads: tuple[tuple[str, int, int, tuple[str, ...]], ...]
@@ -84,6 +91,10 @@ FULL = Sizes(
     repeats=10,
     num_questions=24,
     num_servers=6,
+    mixtures=(("Qwen3.6-35B-A3B", 256, 2048, 512, 8), ("Qwen3-VL-30B-A3B", 128, 2048, 768, 8)),
+    checked_expert_rows=(1, 32, 700),  # more than 16 for each expert have other tiles
+    expert_rows=(1, 32, 8192),
+    mixture_batches=(1, 32),
     served_topologies=("1epd", "1e1p1d"),
     served_videos=(
         (10, ()),
@@ -113,6 +124,10 @@ TINY = Sizes(
     repeats=2,
     num_questions=6,
     num_servers=1,
+    mixtures=(("a tiny model", 8, 32, 24, 2),),
+    checked_expert_rows=(1, 70),
+    expert_rows=(1, 64),
+    mixture_batches=(1, 2),
     served_topologies=("1e1p1d",),
     served_videos=((1, ()),),
     served_loads=(

@@ -123,6 +123,7 @@ _GLM_EXPERTS = {
     "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 128,
     "n_shared_experts": 1, "num_experts_per_tok": 8,
 }  # fmt: skip
+_MINICPM_TOWER = {**_SIGLIP, "image_size": 980, "num_hidden_layers": 27}
 _VIDEO_LLAMA_TOWER = {**_SIGLIP, "num_hidden_layers": 27}
 _GEMMA4_SMALL_TOWER = {
     "head_dim": 64, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
@@ -196,6 +197,9 @@ def _published() -> Iterator[ModelShape]:
         text |= _QWEN35_EXPERTS if has_experts else {}
         config = {"model_type": "qwen3_5", "vision_config": tower, "text_config": text}
         yield shape_of(f"qwen3.5-{size}", config | {"tie_word_embeddings": is_small})
+    text = _text(_QWEN35_SIZES["0.8b"][0], 248_094, 262_144) | _QWEN35_TEXT | {"linear_num_value_heads": 16}
+    config = {"model_type": "minicpmv4_6", "vision_config": _MINICPM_TOWER, "text_config": text}
+    yield shape_of("minicpm-v-4.6", config | {"tie_word_embeddings": True})
     for size, (sizes, channels) in _GEMMA3_SIZES.items():
         text = _text(sizes, 262_208, 131_072, head_dim=channels) | {"sliding_window": 1024}
         config = {"model_type": "gemma3", "vision_config": _GEMMA3_TOWER, "text_config": text}

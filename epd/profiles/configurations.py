@@ -10,7 +10,7 @@ from epd.errors import RequestError
 from epd.pixel_settings import AUTHORS
 from epd.profiles.media import MediaRule
 from epd.profiles.processor_files import GLM46V_FRAME_TEXT, Config, read_object, with_files
-from epd.profiles.shapes import DeltaLayers, ModelShape, Transformer, WindowLayers
+from epd.profiles.shapes import DeltaLayers, JoinedLayers, ModelShape, Transformer, WindowLayers
 from epd.types import ceil_div
 
 # Patches that one attends to in a tower of windows, and in one of whole frames, about.
@@ -48,6 +48,7 @@ _GLM = MediaRule(
 _GEMMA4 = MediaRule("pooled", 16, 3, tile_tokens=280, frame_tokens=70, num_frames=32, frame_text_tokens=8)
 # Of Molmo 2: patches of a side of the pooled squares of frames, and text around a frame, its time and marks.
 _FRAME_POOL, _MOLMO_FRAME_TEXT = 3, 8
+_MINICPM = MediaRule("slices", 14, 4, video_fps=1.0, max_frames=128, sampling="seconds")
 _RECURRENT, _WINDOWED = "linear_attention", "sliding_attention"
 
 
@@ -75,7 +76,7 @@ def shape_in(path: Path) -> ModelShape:
     folder = path if path.is_dir() else path.parent
     config = read_object(path / "config.json" if path.is_dir() else path)
     shape = shape_of(folder.resolve().name.lower(), config)
-    if shape.media.kind not in ("grid", "crops", "pooled"):
+    if shape.media.kind not in ("grid", "crops", "pooled", "slices"):
         return shape
     return replace(shape, media=with_files(shape.media, folder))
 
@@ -317,6 +318,23 @@ def _glm(name: str, config: Config) -> ModelShape:
     return ModelShape(name, tower, language, rule, 1, projector, _context(config))
 
 
+def _minicpm(name: str, config: Config) -> ModelShape:
+    """Reads MiniCPM-V 4.6 and 4.7, whose tower joins windows of 2 x 2 patches, but in its mode 4x."""
+    vision, language = config["vision_config"], _language(config)
+    hidden, mlp, layers = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
+    patch, is_joined = _first(vision["patch_size"]), config.get("downsample_mode") != "4x"
+    joined = JoinedLayers(
+        layers - 1 - config.get("insert_layer_id", 6) if is_joined else 0,
+        4 * hidden * (hidden + 5 * mlp),
+        hidden * (4 * hidden + 5 * mlp) if is_joined else 0,
+    )
+    tower = replace(_tower(vision, layers, mlp, _IN_FRAME), joined=joined)
+    places = (_first(vision["image_size"]) // patch) ** 2
+    projector = hidden * (16 * hidden + 4 * language.hidden + places + 3 * patch**2)
+    rule = replace(_MINICPM, patch=patch, merge=4 if is_joined else 2)
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config))
+
+
 def _gemma4(name: str, config: Config) -> ModelShape:
     vision, text = config["vision_config"], config["text_config"]
     heads, channels = vision["num_attention_heads"], vision["head_dim"]
@@ -379,6 +397,8 @@ _READERS = {
     "glm46v": _glm,
     "glm_ocr": _glm,
     "ernie4_5_vl_moe": _ernie,
+    "minicpmv4_6": _minicpm,
+    "minicpmv4_7": _minicpm,
     "molmo2": _molmo2,
     "video_llama_3": _video_llama,
 }

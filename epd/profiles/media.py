@@ -50,6 +50,8 @@ class MediaRule:
         patches of each become a token
     kind pooled: patches of a frame that is scaled to tile_tokens, or frame_tokens in a video, of `merge` x
         `merge` patches at most
+    kind slices: an overview, and up to max_tiles slices (max_frame_tiles in a video) of the picture made
+        larger, each of about tile_patches patches, `merge` x `merge` of them a token
     kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
         tokens_per_s tokens for each second
     image_merge: of images, where it is another than of frames; image_frames: that one counts as in its limits
@@ -66,7 +68,7 @@ class MediaRule:
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
 
-    kind: Literal["grid", "tiles", "canvas", "crops", "pooled", "clips"]
+    kind: Literal["grid", "tiles", "canvas", "crops", "pooled", "slices", "clips"]
     patch: int
     merge: int = 2
     max_pixels: int = 12_845_056
@@ -76,6 +78,7 @@ class MediaRule:
     tile_patches: int = 1024
     tile_tokens: int = 64
     max_tiles: int = 9
+    max_frame_tiles: int = 9
     video_fps: float = 2.0
     max_frames: int = 768
     group_frames: int = 8
@@ -88,7 +91,7 @@ class MediaRule:
     frame_text_tokens: int = 0
     end_tokens: int = 0
     min_frames: int = 1
-    sampling: Literal["floor", "units", "round", "ceil", "capped", "pairs", "length"] = "floor"
+    sampling: Literal["floor", "units", "round", "ceil", "capped", "pairs", "length", "seconds"] = "floor"
     num_frames: int | None = None
     has_videos: bool = True
     has_frame_patches: bool = False
@@ -106,9 +109,17 @@ class MediaRule:
         return 3 * self.patch**2 * (self.frames_per_unit if is_joined else 1)
 
     def asked(self, fps: float | None, num_frames: int | None) -> MediaRule:
-        """Returns the rule for requests that name a rate or a number of frames; None for the model's own."""
+        """Returns the rule for requests that name a rate or a number of frames; None for the model's own.
+
+        Raises RequestError for a rate where the server refuses it.
+        """
         if fps is None and num_frames is None:
             return self
+        if fps is not None and self.sampling == "seconds":
+            raise RequestError(
+                f"received fps {fps:g}; allowed: the model's own, one frame a second; leave it out, or give "
+                "a number of frames"
+            )
         is_free = self.kind != "grid" and self.sampling != "round"  # their limit is of the model's own rate
         most = _ANY_FRAMES if is_free else self.max_frames
         return replace(self, video_fps=fps or self.video_fps, num_frames=num_frames, max_frames=most)
@@ -117,6 +128,8 @@ class MediaRule:
         self._check_sees("an image")
         if self.kind == "pooled":
             return self._pooled(size, self.tile_tokens)
+        if self.kind == "slices":
+            return self._sliced(size, self.max_tiles)
         if self.kind != "grid":
             return self._crops(size) if self.kind == "crops" else self._tiles(size)
         rule = replace(self, merge=self.image_merge or self.merge)
@@ -148,6 +161,9 @@ class MediaRule:
     def text_tokens(self, spec: VideoSpec, num_frames: int | None = None) -> int:
         """Returns the tokens of the text that the prompt has between a video's frames."""
         taken = self._whole(num_frames or self.num_sampled(spec), self.num_sampled(spec))
+        if self.kind == "slices":  # marks around each, and rows of slices in lines
+            rows, columns = self._slices(spec.size, self.max_frame_tiles)
+            return taken * (2 * (1 + rows * columns) + max(0, rows - 1))
         if self.frame_text_tokens or not self.is_timed:
             named = range(1, taken + 1) if self.kind == "canvas" else ()  # its frames have numbers
             return taken * self.frame_text_tokens + sum(len(str(number)) for number in named)
@@ -163,6 +179,8 @@ class MediaRule:
         """Returns a time step of one of so many frames, or a frame where it is a tile."""
         if self.kind == "pooled":
             return self._pooled(size, self.frame_tokens or self.tile_tokens)
+        if self.kind == "slices":
+            return self._sliced(size, self.max_frame_tiles)
         if self.kind != "grid":
             return MediaWork(self.tile_patches, self.frame_tokens or self.tile_tokens)
         most, count = self._frame_pixels(num_frames), 1
@@ -210,7 +228,11 @@ class MediaRule:
         floor: of the rate, rounded down; units: in whole time steps; round: rounded to the nearest; ceil: up
         capped: as floor, which no wanted number is above
         pairs: as floor, but of max_seconds, and length: by the video's length; the last may stand twice
+        seconds: one a second, of a longer video as many as there may be
         """
+        if self.sampling == "seconds":
+            seconds, most = spec.num_frames / spec.fps, self.num_frames or self.max_frames
+            return min(int(seconds / 0.1), most) if seconds > most else math.ceil(seconds)
         if self.sampling in ("pairs", "length"):
             number = self._num_by_length(spec) if self.sampling == "length" else self._num_of_seconds(spec)
             return number + number % 2
@@ -267,6 +289,36 @@ class MediaRule:
         lengths = size.width, size.height
         tokens = wide * high or min(max(lengths) // min(lengths), most)
         return MediaWork(tokens * self.merge**2, tokens)
+
+    def _sliced(self, size: Resolution, most: int) -> MediaWork:
+        """Counts the patches of an overview, and of slices."""
+        rows, columns = self._slices(size, most)
+        patches = self._fitted(size.height, size.width, is_grown=not rows)
+        if rows:
+            high, wide = max(1, round(size.height / rows)), max(1, round(size.width / columns))
+            patches += rows * columns * self._fitted(high, wide, is_grown=True)
+        return MediaWork(patches, patches // self.merge**2)
+
+    def _slices(self, size: Resolution, most: int) -> tuple[int, int]:
+        """Returns the rows and columns closest in shape, and 0 for a picture that is not cut."""
+        area = self.tile_patches * self.patch**2
+        wanted = min(math.ceil(size.width * size.height / area), most)
+        if wanted <= 1:
+            return 0, 0
+        counts = [each for each in (wanted - 1, wanted, wanted + 1) if 1 < each <= most]
+        grids = [
+            (rows, count // rows) for count in counts for rows in range(1, count + 1) if count % rows == 0
+        ]
+        shape = math.log(size.width / size.height)
+        return min(grids, key=lambda grid: (abs(shape - math.log(grid[1] / grid[0])), -grid[0]))
+
+    def _fitted(self, height: int, width: int, *, is_grown: bool) -> int:
+        """Returns the patches of a picture in its shape, of about a tile's area, or less if not grown."""
+        area, shape, side = self.tile_patches * self.patch**2, width / height, self.patch * self.merge
+        if is_grown or height * width > area:
+            height = int(math.sqrt(area) / math.sqrt(shape))
+            width = int(height * shape)
+        return max(1, round(height / side)) * max(1, round(width / side)) * self.merge**2
 
     def _tiles(self, size: Resolution) -> MediaWork:
         """Counts tiles: those of the image, and one for the whole image, unless it is the only one."""

@@ -29,6 +29,15 @@ def with_files(rule: MediaRule, folder: Path) -> MediaRule:
             max_frames=int(video.get("num_frames") or rule.max_frames),
             video_fps=float(video.get("max_fps") or rule.video_fps),
         )
+    if rule.kind == "slices":
+        scale = int(image.get("scale_resolution") or 448)
+        return replace(
+            rule,
+            tile_patches=(scale // rule.patch) ** 2,
+            max_tiles=_num_slices(image, rule),
+            max_frame_tiles=_num_slices(video, rule),
+            max_frames=int(video.get("max_num_frames") or rule.max_frames),
+        )
     if rule.kind == "pooled":
         return replace(
             rule,
@@ -59,6 +68,11 @@ def with_files(rule: MediaRule, folder: Path) -> MediaRule:
             rule, min_frame_pixels=frame_least, max_video_tokens=most // (rule.patch * rule.merge) ** 2
         )
     return _of_all_frames(rule, video) if rule.is_timed else _of_each_frame(rule, video)
+
+
+def _num_slices(processor: Config, rule: MediaRule) -> int:
+    """Returns the most slices of a picture; one stands for none."""
+    return int(processor.get("max_slice_nums") or rule.max_tiles) if processor.get("slice_mode", True) else 1
 
 
 def _settings(folder: Path) -> tuple[Config, Config]:

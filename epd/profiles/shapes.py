@@ -68,6 +68,24 @@ class WindowLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedLayers:
+    """Describes a merger that joins a tower's patches four by four, and the layers behind it.
+
+    num_layers: that compute a quarter of the patches
+    num_parameters: of the merger
+    products_per_patch: its multiplications for each patch before
+    """
+
+    num_layers: int
+    num_parameters: int
+    products_per_patch: int
+
+    def saved_flops(self, share_of_weights: float, share_of_attention: float) -> float:
+        """Returns what a patch saves. Shares: the FLOPs that these layers would have without the merger."""
+        return 3 / 4 * share_of_weights + 15 / 16 * share_of_attention - 2.0 * self.products_per_patch
+
+
+@dataclass(frozen=True, slots=True)
 class Transformer:
     """Describes a stack of layers.
 
@@ -85,6 +103,7 @@ class Transformer:
     layer_inputs: channels that each layer gets of each token beside, from a table of all tokens
     windowed: the layers with a window
     delta: the layers that have a recurrent state, None for attention in all
+    joined: the last layers of a tower, behind a merger of patches, None for all patches in all
     """
 
     num_layers: int
@@ -110,6 +129,7 @@ class Transformer:
     layer_inputs: int = 0
     windowed: WindowLayers = WindowLayers()
     delta: DeltaLayers | None = None
+    joined: JoinedLayers | None = None
 
     @property
     def num_full(self) -> int:
@@ -135,7 +155,9 @@ class Transformer:
     @property
     def num_parameters(self) -> int:
         """Counts parameters of the layers and, if there is a vocabulary, its matrices: two, or a tied one."""
-        return self.num_in_layers + self.num_looked_up + (2 - self.is_tied) * self.vocabulary * self.hidden
+        merger = 0 if self.joined is None else self.joined.num_parameters
+        vocabulary = (2 - self.is_tied) * self.vocabulary * self.hidden
+        return self.num_in_layers + merger + self.num_looked_up + vocabulary
 
     @property
     def num_in_layers(self) -> int:
@@ -177,7 +199,10 @@ class Transformer:
         windowed = self.windowed
         windows = 4.0 * windowed.num_layers * self.num_heads * windowed.head_dim * windowed.window
         recurrent = 0 if self.delta is None else self.delta.flops_per_token
-        return 2.0 * weights + self.attended * self.flops_per_pair + windows + recurrent
+        attention = self.attended * self.flops_per_pair
+        share = 0.0 if self.joined is None else self.joined.num_layers / self.num_layers
+        saved = self.joined.saved_flops(2.0 * weights * share, attention * share) if self.joined else 0.0
+        return 2.0 * weights + attention + windows + recurrent - saved
 
     @property
     def flops_per_media_token(self) -> float:

@@ -19,6 +19,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.encoders.kernels.dispatch import check_contiguous
 from epd.stages.kernels.quantized_products import FEW_ROWS, Tile, tile_of
 from epd.types import ceil_div
 
@@ -157,7 +158,9 @@ def experts_fused(
     """Returns [T, C] of rows [T, C] as `experts_plain` does, its twin. Nothing waits for the device.
 
     matrices: gate and up [E, 2 I, C], and down [E, C, I], each in one piece.
+    Raises ValueError for others, such as those of files that have them turned: see `in_layout`.
     """
+    check_contiguous(*matrices)
     gate_up, down = matrices
     num_experts, num_out, width = down.shape
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

@@ -62,7 +62,7 @@ _LOADING = threading.Lock()
 
 
 def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
-    """Returns a stored tensor, or a view of it, in the shape that the model wants.
+    """Returns a stored tensor, or a view of it, in the shape that the model wants: on a GPU in one piece.
 
     Only experts that are all in one tensor, and what chooses those of a kind of tokens, may differ, by an
     exchange of the last two dimensions. Raises ValueError for any other difference.
@@ -71,7 +71,8 @@ def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
         return tensor
     may_be_turned = tensor.ndim == (3 if ".experts." in name else 2 if "_moe.gate." in name else 0)
     if may_be_turned and tensor.transpose(-2, -1).shape == wanted:
-        return tensor.transpose(-2, -1)
+        turned = tensor.transpose(-2, -1)
+        return turned.contiguous() if tensor.is_cuda else turned
     raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(wanted)}")
 
 

@@ -21,7 +21,7 @@ from epd.stages.loading.weights import part_bytes, skeleton
 from tests import ROOT
 from tests.encoders.tiny_molmo import PUBLISHED as MOLMO
 from tests.models.published import GLM, PUBLISHED, QWEN2_VL, VIDEO_LLAMA, Published
-from tests.models.recurrent import RECURRENT
+from tests.models.recurrent import MINICPM, RECURRENT
 from tests.models.tiny_ernie import PUBLISHED as ERNIE
 from tests.models.windowed import WINDOWED
 
@@ -85,7 +85,7 @@ def _read(published: Published) -> Any:
 def table() -> str:
     start, end = "| checkpoint | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
     plain = {**QWEN2_VL, **PUBLISHED, **GLM, **ERNIE, **MOLMO, **VIDEO_LLAMA}
-    kept = {**RECURRENT, **WINDOWED}
+    kept = {**RECURRENT, **MINICPM, **WINDOWED}
     rows = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in plain.items())
     more = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in kept.items())
     return (

@@ -1,6 +1,7 @@
-"""Configurations of Qwen3.5 as their config.json has them, as far as they say something about the model.
+"""Configurations of Qwen3.5, and of MiniCPM-V with its language model, as their config.json has them.
 
-They are apart from `tests/models/published.py`: their processor files are not written down there.
+As far as they say something about the model. They are apart from `tests/models/published.py`: their processor
+files are not written down there.
 """
 
 from __future__ import annotations
@@ -100,10 +101,49 @@ RECURRENT: Mapping[str, Published] = {
         _qwen3_5(_EXPERTS | _sizes(2048, 512, 40, 16, 2), 32, family="qwen3_5_moe"), 20_480, 262_144
     ),
 }
+_PLAIN_ROPE = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
+# Qwen3.5-0.8B's language model behind SigLIP's tower, whose patches are joined after the seventh layer.
+MINICPM: Mapping[str, Published] = {
+    "MiniCPM-V-4.6": Published(
+        {
+            "downsample_mode": "16x",
+            "image_size": 1120,
+            "image_token_id": 248056,
+            "insert_layer_id": 6,
+            "model_type": "minicpmv4_6",
+            "patch_size": 14,
+            "text_config": RECURRENT["Qwen3.5-0.8B"].config["text_config"]
+            | {
+                "rope_parameters": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 10000000,
+                    "rope_type": "default",
+                }
+            }
+            | {"vocab_size": 248094},
+            "tie_word_embeddings": True,
+            "video_token_id": 248057,
+            "vision_config": {
+                "hidden_size": 1152,
+                "image_size": 980,
+                "insert_layer_id": 6,
+                "intermediate_size": 4304,
+                "model_type": "minicpmv4_6_vision",
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+            },
+        },
+        12_288,
+        262_144,
+        has_head=False,
+    )
+}
 # Bytes of a sequence's recurrent state: 18, 24, 48 and 30 layers.
 STATE_BYTES: Mapping[str, int] = {
     "Qwen3.5-0.8B": _state_bytes(18, 16),
     "Qwen3.5-9B": _state_bytes(24, 32),
     "Qwen3.5-27B": _state_bytes(48, 48),
     "Qwen3.5-35B-A3B": _state_bytes(30, 32),
+    "MiniCPM-V-4.6": _state_bytes(18, 16),
 }

@@ -17,6 +17,7 @@ from epd.stages.loading.weights import in_layout, load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from epd.topology import TensorParallel
+from tests.fake_cuda import fake_cuda
 from tests.models.shrunk import build
 from tests.serve_app.worker.bench import answered
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
@@ -92,6 +93,14 @@ def test_names_of_single_experts_are_read() -> None:
     assert joint_part(name) == JointPart(joint, 127, 0, 1)
     assert joint_part(joint) is None
     assert joint_part("model.layers.0.mlp.gate_proj.weight") is None
+
+
+def test_experts_that_lie_the_other_way_round_are_turned_on_a_gpu() -> None:
+    """Its kernels read them in one piece."""
+    with fake_cuda():
+        stored = torch.empty(4, 2, 3, device="cuda")
+        turned = in_layout(stored, torch.Size((4, 3, 2)), "layers.0.mlp.experts.gate_up_proj")
+        assert (turned.shape, turned.is_contiguous()) == ((4, 3, 2), True)
 
 
 def test_only_experts_may_lie_the_other_way_round() -> None:

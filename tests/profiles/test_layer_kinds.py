@@ -10,7 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MiniCPMV4_6Config
+from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6VisionModel
 
+from epd.encoders.names import is_wanted
 from epd.errors import RequestError
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.catalogue import MODELS, model_named
@@ -18,8 +23,10 @@ from epd.profiles.configurations import shape_of
 from epd.profiles.cost import StageCost
 from epd.profiles.memory import MemoryLimits
 from epd.profiles.profile import Profile
+from epd.stages.loading.weights import skeleton
 from epd.workload.requests import Resolution, VideoSpec
-from tests.models.recurrent import RECURRENT, STATE_BYTES
+from tests.models.published import Published
+from tests.models.recurrent import MINICPM, RECURRENT, STATE_BYTES
 from tests.models.test_windowed import LAYERS, TEXTS
 from tests.models.windowed import WINDOW_BYTES, WINDOWED
 
@@ -36,14 +43,14 @@ def profile_of(model: str) -> Profile:
     return analytic_profile("h100", model, Efficiency(compute=0.5, launch_s=0.0, replay_s=0.0))
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_recurrent_model_is_that_of_the_catalogue(name: str) -> None:
+@pytest.mark.parametrize(("name", "published"), {**RECURRENT, **MINICPM}.items())
+def test_a_recurrent_model_is_that_of_the_catalogue(name: str, published: Published) -> None:
     shape = MODELS[name.lower()]
-    assert shape_of(name.lower(), RECURRENT[name].config) == shape
+    assert shape_of(name.lower(), published.config) == shape
     memory = profile_of(name).memory
-    assert memory.kv_bytes_per_token == RECURRENT[name].kv_bytes_per_token
+    assert memory.kv_bytes_per_token == published.kv_bytes_per_token
     assert memory.state_bytes == STATE_BYTES[name]
-    assert shape.context_tokens == RECURRENT[name].context_tokens
+    assert shape.context_tokens == published.context_tokens
 
 
 @pytest.mark.parametrize(
@@ -170,3 +177,28 @@ def test_scaled_costs_keep_what_units_read() -> None:
     assert cost.times(3).seconds(2) == 3 * cost.seconds(2)
     with pytest.raises(ValueError, match="a share up to 1"):
         StageCost(active_share=1.5)
+
+
+def test_weights_of_a_minicpm_are_those_of_its_modules() -> None:
+    config, shape = MINICPM["MiniCPM-V-4.6"].config, MODELS["minicpm-v-4.6"]
+    model = skeleton(MiniCPMV4_6Config(**config), torch.bfloat16)
+    tower = sum(each.numel() for name, each in model.named_parameters() if is_wanted(name, "encode"))
+    language = sum(each.numel() for each in model.get_decoder().parameters())
+    assert shape.vision.num_parameters + shape.num_projector_parameters == pytest.approx(tower, rel=0.005)
+    assert shape.language.num_parameters == pytest.approx(language, rel=0.005)
+
+
+def test_a_tower_that_joins_patches_computes_a_quarter_of_them_from_there() -> None:
+    """Of 1,024 patches, against what its modules compute: two layers alone have all of them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 240, "num_hidden_layers": 8, "num_attention_heads": 4}
+    published = MINICPM["MiniCPM-V-4.6"].config
+    config = published | {"insert_layer_id": 1, "vision_config": published["vision_config"] | sizes}
+    tower = MiniCPMV4_6VisionModel(MiniCPMV4_6Config(**config).vision_config).eval()
+    tower.config._attn_implementation = "sdpa"
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        tower(torch.zeros(1, 3, 14, 14 * 1024), target_sizes=torch.tensor([[32, 32]]))
+    shape = shape_of("minicpm-v-4.6", config)
+    of_patches = 2 * 1024 * 3 * 14**2 * 64
+    assert 1024 * shape.vision.flops_per_token + of_patches == pytest.approx(
+        counted.get_total_flops(), rel=0.01
+    )

@@ -6,7 +6,9 @@ Modules: `epd/profiles/processor_files.py`.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 
 from benchmarks.encode.published_processors import opened
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
+from epd.errors import RequestError
 from epd.profiles.catalogue import MODELS
 from epd.profiles.configurations import shape_in
 from epd.workload.requests import Resolution, VideoSpec
 from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_generic import build_glm4v, build_glm46v, build_glm_ocr, build_qwen2_vl
+from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
 from tests.encoders.tiny_molmo import build_molmo2
 from tests.encoders.tiny_tiles import build_video_llama_3
 from tests.models.tiny_ernie import build
@@ -106,8 +110,9 @@ def test_ten_minutes_fit_the_context() -> None:
     [
         *(build_qwen2_vl, build_molmo2, build, build_video_llama_3, build_gemma4),
         *(build_glm4v, build_glm46v, build_glm_ocr),
+        *(partial(build_minicpmv4_6, mode="4x"), partial(build_minicpmv4_7, cuts_frames=True)),
     ],
-    ids=lambda build: build.__module__.rpartition(".")[2] + build.__name__.removeprefix("build"),
+    ids=lambda build: getattr(build, "func", build).__name__ + getattr(build, "func", build).__module__[-6:],
 )
 def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tmp_path: Path) -> None:
     """Tiny models with the rules of the published ones, and settings of their own in the processor's files.
@@ -123,6 +128,12 @@ def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tm
         draw = random.Random(seed)
         (spec, facts), wanted = drawn(draw), asked(draw)
         if rule.sampling == "length" and spec.fps == 6:  # as many as ticks, which are sums of floats there
+            continue
+        if rule.sampling == "seconds" and "fps" in wanted:
+            with pytest.raises(RequestError, match="the model's own, one frame a second") as refused:
+                rule.asked(wanted["fps"], None)
+            with pytest.raises(RequestError, match=re.escape(str(refused.value))):
+                adapter.plan_video(facts, FrameSampling(**wanted))
             continue
         plan = adapter.plan_video(facts, FrameSampling(**wanted))
         groups = rule.asked(wanted.get("fps"), wanted.get("num_frames")).video(spec)

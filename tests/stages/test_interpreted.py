@@ -57,6 +57,7 @@ PARTS = {
     "answer": delta.compare_answer,
     "experts": lambda: experts.compare_all("cpu"),
     "arranged": lambda: experts.compare_arranged("cpu"),
+    "turned": lambda: experts.compare_turned("cpu"),
     "products": lambda: products.compare_all("cpu"),
     "rows": lambda: products.compare_rows("cpu"),
     "bytes": lambda: products.compare_every_byte("cpu"),
@@ -116,13 +117,14 @@ def without_triton() -> dict[str, str]:
         ("answer", 3 * 4),  # of three layers, a prompt and three decodes
         ("experts", len(EXPERTS)),
         ("arranged", 2),
+        ("turned", "refused"),
         ("products", len(PRODUCTS)),
         ("rows", len(ROWS)),
         ("bytes", True),
     ],
 )
 def test_interpreted_kernels_equal_their_twins(
-    interpreted: dict[str, str], name: str, result: int | None
+    interpreted: dict[str, str], name: str, result: int | str | None
 ) -> None:
     assert interpreted[name] == str(result)
 

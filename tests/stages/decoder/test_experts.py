@@ -92,6 +92,18 @@ def compare_arranged(device: str) -> int:
     return len(tiles) - len(taken)
 
 
+def compare_turned(device: str) -> str:
+    """What is said of matrices whose columns are in one piece, as some files have them."""
+    from epd.stages.kernels.grouped_products import experts_fused
+
+    gate_up, down = (each.to(device) for each in matrices(2, 32, 16, torch.float32))
+    routing = [each.to(device) for each in routed(1, "evenly", 1, 2)]
+    rows, turned = gate_up[0, :1], down.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="give it in one piece"):
+        experts_fused(rows, (gate_up, turned), *routing, is_gelu=False)
+    return "refused"
+
+
 @on_gpu
 def test_the_compiled_kernels_equal_their_twin() -> None:
     assert compare_all("cuda") == len(CASES)
