@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
-from tests.works_with import FEATURES, Feature, Features, Trials, by_server, together
+from tests.works_with import FEATURES, LIKELIHOODS, Features, Given, Trials, by_server, together
 
 _PAGE = Path(__file__).parent.parent / "docs" / "works-with.md"
 _IS_SOAK = bool(os.environ.get("EPD_SOAK"))
@@ -20,6 +20,8 @@ _NUM_DRAWN = 30 if _IS_SOAK else 2
 # Servers with so many features of theirs, which are asked with all that questions can have. `make soak`: all.
 _NUM_SERVERS = {0: 1, 1: 12, 2: 12, 3: 17}
 _NAMED = {each.name: each for each in FEATURES}
+# Where tokens may differ, of the logarithms of their likelihoods: of trained weights, and of random ones.
+_MAX_DISTANCE, _MAX_DISTANCE_RANDOM = 0.5, 1.0
 
 
 def rows(heading: str) -> Iterator[list[str]]:
@@ -32,22 +34,34 @@ def rows(heading: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def refused_pairs() -> set[tuple[str, str]]:
-    found = (product(row[0].split(", "), row[1].split(", ")) for row in rows("## Refused"))
-    return {pair for each in found for pair in each}
+def pairs_below(heading: str) -> list[tuple[str, str]]:
+    found = (product(row[0].split(", "), row[1].split(", ")) for row in rows(heading))
+    return sorted({pair for each in found for pair in each})
 
 
-REFUSED = sorted(refused_pairs())
+REFUSED, DIFFERING = map(pairs_below, ("## Refused", "## With other tokens"))
 
 
-def working(count: int) -> list[tuple[Feature, ...]]:
+def has_one(pairs: list[tuple[str, str]], features: Features) -> bool:
+    among = {frozenset(each.name for each in pair) for pair in combinations(features, 2)}
+    return bool(among & set(map(frozenset, pairs)))
+
+
+def working(count: int) -> list[Features]:
     """So many features of which no two are refused."""
-    refused = {frozenset(pair) for pair in REFUSED}
-    return [
-        features
-        for features in together(count)
-        if not refused & {frozenset(each.name for each in pair) for pair in combinations(features, 2)}
-    ]
+    return [features for features in together(count) if not has_one(REFUSED, features)]
+
+
+def to_ask(features: Features) -> Features:
+    return (*features, LIKELIHOODS) if has_one(DIFFERING, features) else features
+
+
+def is_right(features: Features, given: Given, expected: Given) -> bool:
+    """Reports whether an answer is the expected one, or near it where the page lets tokens differ."""
+    if LIKELIHOODS not in features:
+        return given == expected
+    is_random = any(each.checkpoint for each in features)
+    return given.distance(expected) <= (_MAX_DISTANCE_RANDOM if is_random else _MAX_DISTANCE)
 
 
 TRIPLES = working(3)
@@ -84,16 +98,16 @@ def test_the_page_names_all_features() -> None:
 
 
 @pytest.mark.parametrize("features", DRAWN, ids=lambda drawn: " + ".join(each.name for each in drawn))
-def test_drawn_features_answer_as_those_that_change_answers(
-    trials: Trials, features: tuple[Feature, ...]
-) -> None:
-    given = trials.given(features)
+def test_drawn_features_answer_as_those_that_change_answers(trials: Trials, features: Features) -> None:
+    asked = to_ask(features)
+    given, expected = trials.given(asked), trials.expected(asked)
     assert given.refusal == ""
-    assert given.texts == trials.expected(features).texts != frozenset()
+    assert is_right(asked, given, expected), (given, expected)
+    assert given.texts
 
 
 def test_so_many_triples_are_drawn() -> None:
-    assert sum(map(len, SERVERS.values())) >= (2600 if _IS_SOAK else 300)
+    assert sum(map(len, SERVERS.values())) >= (3000 if _IS_SOAK else 300)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +116,20 @@ def test_so_many_triples_are_drawn() -> None:
 def test_triples_of_one_server_answer_as_those_that_change_answers(
     trials: Trials, server: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server is asked all at once. A second rank is a process in `DRAWN` and the soak, here a thread."""
+    """A server is asked all at once, if that changes no token.
+
+    A second rank is a process in `DRAWN` and the soak, here a thread.
+    """
     if not _IS_SOAK:
         monkeypatch.setattr("epd.stages.ranks.group.ProcessRanks", StartedThreadRanks)
-    triples = SERVERS[server]
+    triples = [to_ask(each) for each in SERVERS[server]]
     changing = [tuple(each for each in features if each.changes_answers) for features in triples]
     for plain, asked in by_server(changing).items():
         trials.ask_at_once(plain, asked)
     trials.ask_at_once(server, triples)
-    told = [(trials.given(each), trials.expected(each)) for each in triples]
-    names = (", ".join(one.name for one in each) for each in triples)
-    assert {name: pair for name, pair in zip(names, told, strict=True) if len(set(pair)) > 1} == {}
+    told = {each: (trials.given(each), trials.expected(each)) for each in triples}
+    wrong = {each: pair for each, pair in told.items() if not is_right(each, *pair)}
+    assert {", ".join(one.name for one in each): pair for each, pair in wrong.items()} == {}
     assert all(trials.given(each).texts for each in triples)
 
 

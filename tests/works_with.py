@@ -7,6 +7,7 @@ with several names these features together.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections import defaultdict
@@ -55,6 +56,7 @@ class Feature:
     checkpoint: a random model to build, in place of the embedded one
     has_adapter: whether an adapter is drawn for the model, and asked
     changes_answers: whether an answer may differ from one without the feature
+    is_asked_alone: whether a question beside others in a pass may get other tokens
     """
 
     name: str
@@ -63,6 +65,7 @@ class Feature:
     checkpoint: str | None = None
     has_adapter: bool = False
     changes_answers: bool = False
+    is_asked_alone: bool = False
 
     @property
     def is_of_server(self) -> bool:
@@ -78,6 +81,7 @@ class Feature:
 
 
 Features = tuple[Feature, ...]
+Token = tuple[str, bytes]
 
 
 def _reduction(method: str) -> Feature:
@@ -103,7 +107,7 @@ FEATURES = (
     Feature("static frames skipped", {"skip_static": 0.0}),
     Feature("merging in the tower", {"tower_share": 0.5}, changes_answers=True),
     Feature("values in 8 bits", {"kv_cache_dtype": "int8_values"}, changes_answers=True),
-    Feature("layers in FP8", {"quantization": "fp8"}, changes_answers=True),
+    Feature("layers in FP8", {"quantization": "fp8"}, changes_answers=True, is_asked_alone=True),
     *map(_reduction, ("balanced", "evs", "funnel", "mustdrop", "quickprefill", "fastkv")),
     _model("FP8 weights", "fp8"),
     _model("AWQ weights", "awq"),
@@ -119,6 +123,8 @@ FEATURES = (
     Feature("several choices", fields={"n": 2}),
     Feature("logprobs", fields={"logprobs": True, "top_logprobs": 2}),
 )
+# Asked for besides, where `Given.distance` is to be known.
+LIKELIHOODS = Feature("likelihoods", fields={"logprobs": True, "top_logprobs": 20}, changes_answers=True)
 
 
 def together(count: int) -> Iterator[Features]:
@@ -145,10 +151,28 @@ def _can_be_asked(one: Feature, other: Feature) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Holds the texts of an answer's choices, or the error in their place."""
+    """Holds the texts of an answer's choices, or the error in their place.
+
+    steps: of the first choice each token and the logarithms of the likeliest ones' likelihoods, if asked for
+    """
 
     texts: frozenset[str] = frozenset()
     refusal: str = ""
+    steps: tuple[tuple[Token, Mapping[Token, float]], ...] = field(default=(), compare=False)
+
+    def distance(self, other: Given) -> float:
+        """Returns by how much the logarithms of tokens' likelihoods differ, at most; infinity without any.
+
+        The last tokens that are compared are the first ones that differ: what follows has another beginning.
+        """
+        found = [] if self.steps and other.steps else [math.inf]
+        for (token, ours), (another, theirs) in zip(self.steps, other.steps, strict=False):
+            found += [
+                abs(ours.get(each, -math.inf) - theirs.get(each, math.inf)) for each in (token, another)
+            ]
+            if token != another:
+                break
+        return max(found)
 
 
 class Trials:
@@ -182,8 +206,10 @@ class Trials:
             return
         model, options = self._server(server)
         args = AppArgs(**{"topology": "1epd", "model": model, "allowed_media_path": Path("/"), **options})
+        num_at_once = 1 if any(each.is_asked_alone for each in server) else _AT_ONCE
+        bodies = [self._body(each) for each in new.values()]
         with own_service(args, is_greedy=False) as service:
-            answers = asyncio.run(_gathered(service, [self._body(each) for each in new.values()]))
+            answers = asyncio.run(_gathered(service, bodies, num_at_once))
         self._given |= zip(new, answers, strict=True)
 
     def _ask(self, features: Sequence[Feature]) -> Given:
@@ -245,13 +271,22 @@ def _names(features: Iterable[Feature]) -> tuple[str, ...]:
 
 
 def _texts(completion: Mapping[str, Any]) -> Given:
-    return Given(frozenset(choice["message"]["content"] for choice in completion["choices"]))
+    choices = completion["choices"]
+    told = (choices[0].get("logprobs") or {}).get("content", ())
+    likely = ({_token(each): each["logprob"] for each in (step, *step["top_logprobs"])} for step in told)
+    steps = zip(map(_token, told), likely, strict=True)
+    return Given(frozenset(choice["message"]["content"] for choice in choices), steps=tuple(steps))
 
 
-async def _gathered(service: OwnService, bodies: Iterable[dict[str, Any]]) -> list[Given]:
-    """Returns the answers to questions, of which some are asked at once."""
+def _token(told: Mapping[str, Any]) -> Token:
+    """Returns a token's text and bytes: parts of characters have all the same text, and others no bytes."""
+    return told["token"], bytes(told["bytes"] or ())
 
-    room = asyncio.Semaphore(_AT_ONCE)
+
+async def _gathered(service: OwnService, bodies: Iterable[dict[str, Any]], num_at_once: int) -> list[Given]:
+    """Returns the answers to questions, of which so many are asked at once."""
+
+    room = asyncio.Semaphore(num_at_once)
 
     async def answer(body: dict[str, Any]) -> Given:
         async with room:

@@ -5,10 +5,13 @@ Modules: `benchmarks/epd_pays/virtual.py`, `benchmarks/epd_pays/virtual_workers.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from benchmarks.epd_pays.replicas import (
     ATTAINMENT,
@@ -24,6 +27,7 @@ from benchmarks.epd_pays.replicas import (
 )
 from epd.bench.compare import Case, Comparison
 from epd.serve_app.cli.compare import simulated
+from epd.stages.decoder.decoder import FusedDecoder
 from epd.workload.comparison import Layout, Outcome, Round, Traffic
 
 NUM_REQUESTS = 6
@@ -50,6 +54,17 @@ def test_a_round_is_the_same_again_to_the_last_bit(tmp_path: Path) -> None:
     assert first.late_share == 0
     assert not first.is_late
     assert [each.error for each in first.outcomes] == [None] * NUM_REQUESTS
+
+
+def test_a_round_leaves_no_model(tmp_path: Path) -> None:
+    """A worker of all roles has no others to share a model with, and its model is as large as theirs."""
+    found = asked(0)
+    case = Case(found.question.traffic[0], Layout.parse("1epd"), 8.0, 0)
+    nums = []
+    for _ in rounds_of(found, [case, replace(case, index=1)], tmp_path):
+        gc.collect()
+        nums.append(sum(issubclass(type(each), FusedDecoder | nn.Module) for each in gc.get_objects()))
+    assert nums[0] == nums[1]
 
 
 @pytest.mark.parametrize("layout", ["3x1epd", "1e1p1d"])

@@ -19,7 +19,7 @@ from epd.stages.decoder.decoder import FusedDecoder
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn, size_of
-from tests.faults.pool import Pool, build_pool, read_once
+from tests.faults.pool import Pool, _SharedReader, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
 pytestmark = pytest.mark.filterwarnings(
@@ -224,6 +224,17 @@ def test_a_seed_leaves_no_objects_of_models(pool: Pool) -> None:
         gc.collect()
         nums.append(sum(isinstance(each, FusedDecoder | nn.Module) for each in gc.get_objects()))
     assert nums[0] == nums[1]
+
+
+def test_media_that_were_read_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks draw new media for each round: what all rounds have read would fill the memory."""
+    monkeypatch.setattr("tests.faults.pool._MAX_READ", 3)
+    reader, again = _SharedReader(), []
+    for name in "abcadad":
+        reader.once((name,), lambda name=name: again.append(name))
+    assert again == list("abcd")
+    reader.once(("b",), lambda: again.append("b"))
+    assert again == list("abcdb")
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
