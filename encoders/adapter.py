@@ -80,8 +80,8 @@ class TowerMerger(Protocol):
         ...
 
 
-class Adapter(Protocol):
-    """Adapts one model family. Holds no weights, so that planning needs no model."""
+class MediaPlanner(Protocol):
+    """Plans media and prompts of one model family, without the model."""
 
     @property
     def tokenizer(self) -> Any:
@@ -149,6 +149,10 @@ class Adapter(Protocol):
         """Brings an image, uint8 [H, W, 3], to the planned size, uint8 [1, h, w, 3]."""
         ...
 
+
+class TowerCalls(Protocol):
+    """Calls the model of one family. Holds no weights: the model is passed in."""
+
     def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
         """Turns frames of planned size, uint8 [N, h, w, 3] on the host, into patches, float32 [P, D].
 
@@ -199,6 +203,10 @@ class Adapter(Protocol):
         prompt_ids: int64 [T], of all tokens of a pass, -1 for those of answers; on its device.
         """
         ...
+
+
+class Adapter(MediaPlanner, TowerCalls, Protocol):
+    """Adapts one model family."""
 
 
 def num_deepstack(config: Any) -> int:

@@ -89,6 +89,85 @@ class _Expansion:
         return sum(self.text.pad_lengths)
 
 
+class _ItemProcessor:
+    """Calls transformers' processor for one item. pads: what stands for a visual token of each kind."""
+
+    def __init__(self, processor: Any, model_type: str, pads: Collection[str]) -> None:
+        self.pads = pads
+        self._processor = processor
+        self._model_type = model_type
+        self.expanded = lru_cache(maxsize=256)(self._expand)
+
+    def _expand(self, shown: _Shown) -> _Expansion:
+        """Calls the processor with pixels of this shape: without values where it can do without."""
+        shape = (len(shown.indices) or 1, *shown.size, 3)
+        try:
+            outputs, text = self._processed(shown, torch.empty(shape, dtype=torch.uint8, device=_META))
+        except Exception:  # noqa: BLE001 # whatever a processor does with pixels that have no values
+            outputs, text = self._processed(shown, torch.zeros((), dtype=torch.uint8).expand(shape))
+        facts = {name: value for name, value in _tensors(outputs) if value.numel() <= _MOST_FACTS}
+        return _Expansion(self._compressed(text), facts)
+
+    def _compressed(self, text: str) -> ItemText:
+        """Replaces each run of pads by one of them, and counts it."""
+        runs = list(self._pad_pattern.finditer(text))
+        lengths = tuple(len(run.group()) // len(run.group(1)) for run in runs)
+        return ItemText(self._pad_pattern.sub(r"\1", text), lengths)
+
+    @property
+    def _pad_pattern(self) -> re.Pattern[str]:
+        pads = "|".join(re.escape(pad) for pad in dict.fromkeys(self.pads))
+        return re.compile(rf"({pads})(?:\1)*")
+
+    def _processed(self, shown: _Shown, frames: Tensor) -> tuple[Mapping[str, Any], str]:
+        """Returns the processor's outputs for one item, uint8 [N, H, W, 3], and the text in its place."""
+        processor, pixels = self._processor, frames.permute(0, 3, 1, 2)
+        settings = processor._merge_kwargs(
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
+        )[f"{shown.kind}s_kwargs"]
+        settings |= {"do_resize": False} if shown.is_sized else {}
+        if shown.kind == "image":
+            outputs, texts = processor._process_images([pixels[0]], **settings)
+        else:
+            settings |= {"do_sample_frames": False, "return_metadata": True}
+            settings |= {
+                name: value for name, value in _FIXED.items() if hasattr(processor.video_processor, name)
+            }
+            outputs, texts = processor._process_videos(
+                [pixels], **settings, video_metadata=[shown_metadata(shown.indices, shown.fps)]
+            )
+        return outputs, texts[0]
+
+    def text(self, expansion: _Expansion, plan: MediaPlan) -> ItemText:
+        """Returns the words of an item, with a pad for each run of its tokens, or for each unit."""
+        text, each = expansion.text, plan.tokens_per_unit
+        if plan.is_joined_whole:
+            return text
+        counts = iter(length // each for length in text.pad_lengths)
+        cut = self._pad_pattern.sub(lambda pad: pad.group() * next(counts), text.text)
+        return ItemText(cut, (each,) * plan.num_units)
+
+    def rows_of(
+        self, tower: Any, frames: Tensor, kind: MediaKind = "video", *, is_sized: bool = False
+    ) -> Tensor:
+        """Returns the rows [V, C] of one item, uint8 [N, H, W, 3]."""
+        shown = _Shown(kind, (frames.shape[1], frames.shape[2]), tuple(range(len(frames))), 1.0, is_sized)
+        outputs, _ = self._processed(shown, frames)
+        features = getattr(tower, FEATURES[kind])
+        names = inspect.signature(features).parameters
+        dtype = next(tower.parameters()).dtype
+        given = {
+            name: _moved(value, device_of(tower), dtype) for name, value in outputs.items() if name in names
+        }
+        output = features(**given, return_dict=True)
+        if getattr(output, "deepstack_features", None) is not None:
+            raise UnsupportedModelError(
+                f"a {self._model_type} tower gives features for later layers (deepstack), "
+                "which are not placed here; use a family of this project"
+            )
+        return torch.cat(list(_rows(output.pooler_output)))
+
+
 class GenericAdapter(BaseAdapter):
     """Adapts a `model_type` by transformers' own processor and tower."""
 
@@ -106,12 +185,14 @@ class GenericAdapter(BaseAdapter):
         tokens = {kind: str(getattr(self._processor, f"{kind}_token")) for kind in self._kinds}
         pads = {kind: pad_of(self._processor, kind, token) for kind, token in tokens.items()}
         self.markers = Markers(tokens, pads)
-        self._expanded = lru_cache(maxsize=256)(self._expand)
+        self._items = _ItemProcessor(self._processor, checkpoint.config.model_type, pads.values())
         self._positions = position_rule(self._class, checkpoint.config)
         rope = getattr(checkpoint.config.get_text_config(), "rope_parameters", None) or {}
         self._position_rows = 3 if "mrope_section" in rope else 1
         self._rules = {kind: rule for kind in self._kinds if (rule := size_rule(self._processor, kind))}
-        self._unit = frames_per_unit(checkpoint.config, self._rows_of) if "video" in self._kinds else None
+        self._unit = (
+            frames_per_unit(checkpoint.config, self._items.rows_of) if "video" in self._kinds else None
+        )
 
     @property
     def limits_line(self) -> str:
@@ -167,7 +248,7 @@ class GenericAdapter(BaseAdapter):
         if rule is None:
             return shown
         most = settings.max_pixels if shown.kind == "image" else settings.video_max_pixels
-        _, rows, columns = _grids(self._expanded(shown))[0][0].tolist()
+        _, rows, columns = _grids(self._items.expanded(shown))[0][0].tolist()
         made = (rows * rule.patch, columns * rule.patch)
         return shown._replace(size=rule.within(made, shown.size, pixels, most), is_sized=True)
 
@@ -176,8 +257,8 @@ class GenericAdapter(BaseAdapter):
         num_frames = len(shown.indices)
         if self._unit is not None and num_frames > self._unit:
             num_units = ceil_div(num_frames, self._unit)
-            each = self._expanded(shown._replace(indices=shown.indices[: self._unit])).num_tokens
-            runs = self._expanded(shown).text.pad_lengths
+            each = self._items.expanded(shown._replace(indices=shown.indices[: self._unit])).num_tokens
+            runs = self._items.expanded(shown).text.pad_lengths
             if num_units * each == plan.num_tokens and not any(run % each for run in runs):
                 grid = Grid(num_units, 1, max(1, plan.grid.num_patches // num_units))
                 return MediaPlan("video", plan.size, grid, self._unit, each)
@@ -195,7 +276,7 @@ class GenericAdapter(BaseAdapter):
         self._check_kind(shown.kind)
         try:
             sized = self._sized(shown, pixels)
-            expansion = self._expanded(sized)
+            expansion = self._items.expanded(sized)
         except (ValueError, ZeroDivisionError) as error:
             height, width = shown.size
             raise MediaLimitError(
@@ -205,42 +286,14 @@ class GenericAdapter(BaseAdapter):
         return WholePlan(shown.kind, sized.size, grid, 1, expansion.num_tokens), sized
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
-        expansions = [self._expanded(self._shown(plan)) for plan in media]
+        expansions = [self._items.expanded(_shown(plan, is_sized=plan.kind in self._rules)) for plan in media]
         template = self.checkpoint.chat_template
-        texts = [self._text(each, plan) for each, plan in zip(expansions, media, strict=True)]
+        texts = [self._items.text(each, plan) for each, plan in zip(expansions, media, strict=True)]
         plan = plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
         if self._positions is None:
             return replace(plan, positions=np.repeat(plan.positions, self._position_rows, axis=0))
-        positions = self._positions(self._position_inputs(plan.token_ids, expansions))
+        positions = self._positions(_position_inputs(self._processor, plan.token_ids, expansions))
         return replace(plan, positions=positions, next_position=int(positions.max()) + 1)
-
-    def _shown(self, plan: MediaPlan) -> _Shown:
-        return _Shown(plan.kind, plan.size, plan.frame_indices, plan.source_fps, plan.kind in self._rules)
-
-    def _text(self, expansion: _Expansion, plan: MediaPlan) -> ItemText:
-        """Returns the words of an item, with a pad for each run of its tokens, or for each unit."""
-        text, each = expansion.text, plan.tokens_per_unit
-        if plan.is_joined_whole:
-            return text
-        counts = iter(length // each for length in text.pad_lengths)
-        cut = self._pad_pattern.sub(lambda pad: pad.group() * next(counts), text.text)
-        return ItemText(cut, (each,) * plan.num_units)
-
-    def _position_inputs(self, token_ids: Int64Array, expansions: Sequence[_Expansion]) -> dict[str, Tensor]:
-        """Returns what `get_rope_index` may take: ids, kinds of tokens, and the facts of all items."""
-        ids = torch.from_numpy(token_ids)[None]
-        kinds = torch.tensor(self._processor.create_mm_token_type_ids(ids.tolist()))
-        facts: dict[str, list[Tensor]] = {}
-        for expansion in expansions:
-            for name, fact in expansion.facts.items():
-                facts.setdefault(name, []).append(fact)
-        joined = {name: torch.cat(each) for name, each in facts.items()}
-        return {
-            **joined,
-            "input_ids": ids,
-            "mm_token_type_ids": kinds,
-            "attention_mask": torch.ones_like(ids),
-        }
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
         """Brings an image to its planned size; where it has none of its own, the processor sizes it."""
@@ -263,69 +316,32 @@ class GenericAdapter(BaseAdapter):
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         return [
-            Embeddings(self._rows_of(tower, run.values, run.kind, is_sized=run.kind in self._rules))
+            Embeddings(self._items.rows_of(tower, run.values, run.kind, is_sized=run.kind in self._rules))
             for run in runs
         ]
 
-    def _rows_of(
-        self, tower: Any, frames: Tensor, kind: MediaKind = "video", *, is_sized: bool = False
-    ) -> Tensor:
-        """Returns the rows [V, C] of one item, uint8 [N, H, W, 3]."""
-        shown = _Shown(kind, (frames.shape[1], frames.shape[2]), tuple(range(len(frames))), 1.0, is_sized)
-        outputs, _ = self._processed(shown, frames)
-        features = getattr(tower, FEATURES[kind])
-        names = inspect.signature(features).parameters
-        dtype = next(tower.parameters()).dtype
-        given = {
-            name: _moved(value, device_of(tower), dtype) for name, value in outputs.items() if name in names
-        }
-        output = features(**given, return_dict=True)
-        if getattr(output, "deepstack_features", None) is not None:
-            raise UnsupportedModelError(
-                f"a {self.checkpoint.config.model_type} tower gives features for later layers (deepstack), "
-                "which are not placed here; use a family of this project"
-            )
-        return torch.cat(list(_rows(output.pooler_output)))
 
-    def _expand(self, shown: _Shown) -> _Expansion:
-        """Calls the processor with pixels of this shape: without values where it can do without."""
-        shape = (len(shown.indices) or 1, *shown.size, 3)
-        try:
-            outputs, text = self._processed(shown, torch.empty(shape, dtype=torch.uint8, device=_META))
-        except Exception:  # noqa: BLE001 # whatever a processor does with pixels that have no values
-            outputs, text = self._processed(shown, torch.zeros((), dtype=torch.uint8).expand(shape))
-        facts = {name: value for name, value in _tensors(outputs) if value.numel() <= _MOST_FACTS}
-        return _Expansion(self._compressed(text), facts)
+def _shown(plan: MediaPlan, *, is_sized: bool) -> _Shown:
+    return _Shown(plan.kind, plan.size, plan.frame_indices, plan.source_fps, is_sized)
 
-    def _compressed(self, text: str) -> ItemText:
-        """Replaces each run of pads by one of them, and counts it."""
-        runs = list(self._pad_pattern.finditer(text))
-        lengths = tuple(len(run.group()) // len(run.group(1)) for run in runs)
-        return ItemText(self._pad_pattern.sub(r"\1", text), lengths)
 
-    @property
-    def _pad_pattern(self) -> re.Pattern[str]:
-        pads = "|".join(re.escape(pad) for pad in dict.fromkeys(self.markers.pads.values()))
-        return re.compile(rf"({pads})(?:\1)*")
-
-    def _processed(self, shown: _Shown, frames: Tensor) -> tuple[Mapping[str, Any], str]:
-        """Returns the processor's outputs for one item, uint8 [N, H, W, 3], and the text in its place."""
-        processor, pixels = self._processor, frames.permute(0, 3, 1, 2)
-        settings = processor._merge_kwargs(
-            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
-        )[f"{shown.kind}s_kwargs"]
-        settings |= {"do_resize": False} if shown.is_sized else {}
-        if shown.kind == "image":
-            outputs, texts = processor._process_images([pixels[0]], **settings)
-        else:
-            settings |= {"do_sample_frames": False, "return_metadata": True}
-            settings |= {
-                name: value for name, value in _FIXED.items() if hasattr(processor.video_processor, name)
-            }
-            outputs, texts = processor._process_videos(
-                [pixels], **settings, video_metadata=[shown_metadata(shown.indices, shown.fps)]
-            )
-        return outputs, texts[0]
+def _position_inputs(
+    processor: Any, token_ids: Int64Array, expansions: Sequence[_Expansion]
+) -> dict[str, Tensor]:
+    """Returns what `get_rope_index` may take: ids, kinds of tokens, and the facts of all items."""
+    ids = torch.from_numpy(token_ids)[None]
+    kinds = torch.tensor(processor.create_mm_token_type_ids(ids.tolist()))
+    facts: dict[str, list[Tensor]] = {}
+    for expansion in expansions:
+        for name, fact in expansion.facts.items():
+            facts.setdefault(name, []).append(fact)
+    joined = {name: torch.cat(each) for name, each in facts.items()}
+    return {
+        **joined,
+        "input_ids": ids,
+        "mm_token_type_ids": kinds,
+        "attention_mask": torch.ones_like(ids),
+    }
 
 
 def _grids(expansion: _Expansion) -> list[Tensor]:

@@ -29,6 +29,7 @@ class Molmo2Adapter(GenericAdapter):
         pad = tokenizer.convert_ids_to_tokens(checkpoint.config.image_patch_id)
         begin = tokenizer.bos_token or tokenizer.eos_token
         self.markers = Markers(self.markers.in_template, dict.fromkeys(self._kinds, pad), begin=begin)
+        self._items.pads = (pad,)
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         plan = super().plan_chat(media, messages)

@@ -32,8 +32,8 @@ from epd.reduction import TowerMerge
 from epd.types import MediaKind, PlaceholderRange
 
 
-class QwenVLAdapter(BaseAdapter):
-    """Implements `Adapter`; a family defines the size of frames, and where it has words between them.
+class ResizedMedia(BaseAdapter):
+    """Holds images and frames, which have any size, to limits: a request's, the user's, the authors'.
 
     video_takes_size_alone: whether the processor of videos knows no min_pixels and max_pixels.
     """
@@ -41,46 +41,13 @@ class QwenVLAdapter(BaseAdapter):
     video_takes_size_alone = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises ModelError for an unknown layout of positions."""
         self.checkpoint = checkpoint
-        self._positions = _layout_of(checkpoint)
         self.image_spec = patch_spec(checkpoint.processor.image_processor)
         self.video_spec = patch_spec(checkpoint.processor.video_processor)
 
     @abstractmethod
-    def video_size(
-        self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
-    ) -> tuple[int, int]:
-        """Returns (height, width) of each of `num_frames` decoded frames, pixels.
-
-        limits: least and most pixels, as the processor's `size` has them.
-        Raises ValueError for an impossible shape.
-        """
-
-    @abstractmethod
     def processor_caps(self) -> FrameCaps:
         """Returns what the processor's own `cap_pixels_per_frame` holds frames to."""
-
-    def sample(self, video: VideoFacts, frame_sampling: FrameSampling) -> Sequence[int]:
-        """Returns the indices of the wanted frames of a part of a video. Raises RequestError."""
-        return sample_indices(self.checkpoint.processor.video_processor, video, frame_sampling)
-
-    def expand(self, plan: MediaPlan) -> Expansion:
-        """Returns the ids that replace the item's pad token: without text between its units."""
-        config, each = self.checkpoint.config, plan.tokens_per_unit
-        pad = config.image_token_id if plan.kind == "image" else config.video_token_id
-        units = tuple(PlaceholderRange(unit * each, each) for unit in range(plan.num_units))
-        return Expansion(np.full(plan.num_tokens, pad, dtype=np.int64), units)
-
-    def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
-        """Returns the item's visual tokens as runs without text in between: as one, a position a unit."""
-        grid, merge = item.plan.grid, self.video_spec.merge
-        whole = PlaceholderRange(item.units[0].offset, item.plan.num_tokens)
-        return [VisualSpan(whole, grid.t, grid.h // merge, grid.w // merge)]
-
-    @abstractmethod
-    def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
-        """Returns what a tower on `device` takes of the grids besides the patches."""
 
     def image_size(self, height: int, width: int, limits: tuple[int, int]) -> tuple[int, int]:
         """Returns (height, width) that an image is resized to, pixels. limits: as for `video_size`.
@@ -150,6 +117,46 @@ class QwenVLAdapter(BaseAdapter):
                     check_ceiling(name, value, max(self._own_limits(kind)[1], most or 0))
                 elif not has_image:
                     raise refuse(name, "with images; of videos only size, the pixels of all frames together")
+
+
+class QwenVLAdapter(ResizedMedia):
+    """Implements `Adapter`; a family defines the size of frames, and where it has words between them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises ModelError for an unknown layout of positions."""
+        super().__init__(checkpoint)
+        self._positions = _layout_of(checkpoint)
+
+    @abstractmethod
+    def video_size(
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
+    ) -> tuple[int, int]:
+        """Returns (height, width) of each of `num_frames` decoded frames, pixels.
+
+        limits: least and most pixels, as the processor's `size` has them.
+        Raises ValueError for an impossible shape.
+        """
+
+    def sample(self, video: VideoFacts, frame_sampling: FrameSampling) -> Sequence[int]:
+        """Returns the indices of the wanted frames of a part of a video. Raises RequestError."""
+        return sample_indices(self.checkpoint.processor.video_processor, video, frame_sampling)
+
+    def expand(self, plan: MediaPlan) -> Expansion:
+        """Returns the ids that replace the item's pad token: without text between its units."""
+        config, each = self.checkpoint.config, plan.tokens_per_unit
+        pad = config.image_token_id if plan.kind == "image" else config.video_token_id
+        units = tuple(PlaceholderRange(unit * each, each) for unit in range(plan.num_units))
+        return Expansion(np.full(plan.num_tokens, pad, dtype=np.int64), units)
+
+    def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
+        """Returns the item's visual tokens as runs without text in between: as one, a position a unit."""
+        grid, merge = item.plan.grid, self.video_spec.merge
+        whole = PlaceholderRange(item.units[0].offset, item.plan.num_tokens)
+        return [VisualSpan(whole, grid.t, grid.h // merge, grid.w // merge)]
+
+    @abstractmethod
+    def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
+        """Returns what a tower on `device` takes of the grids besides the patches."""
 
     def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:
         try:

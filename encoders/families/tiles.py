@@ -148,8 +148,8 @@ def cut_tiles(canvas: Tensor, side: int) -> Tensor:
     return blocks.permute(0, 2, 1, 3, 4).reshape(rows * columns, side, side, 3)
 
 
-class TileAdapter(BaseAdapter):
-    """Implements `Adapter`; a family defines an image's tiles, the text between tiles, and the tower's call.
+class TilePlanner(BaseAdapter):
+    """Plans images in tiles. A family defines their number and the text between them.
 
     tokens_per_tile: embeddings that one tile of an image gives. tokens_per_frame: the same of a video.
     has_low_detail: whether the processor can leave an image whole, as its only tile.
@@ -175,16 +175,8 @@ class TileAdapter(BaseAdapter):
         return rows * columns + (rows * columns > 1)
 
     @abstractmethod
-    def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
-        """Cuts an image, uint8 [1, H, W, 3], into tiles uint8 [N, S, S, 3]. rows, columns: see `canvas`."""
-
-    @abstractmethod
     def item_text(self, plan: TilePlan) -> ItemText:
         """Returns the words around the item's units."""
-
-    @abstractmethod
-    def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:
-        """Encodes tiles or frames [N, 3, S, S] to [N, tokens_per_tile or tokens_per_frame, C]."""
 
     def video_size(self, height: int, width: int) -> tuple[int, int]:  # noqa: ARG002 # for a family's use
         """Returns (height, width) that frames are decoded at, pixels."""
@@ -268,6 +260,18 @@ class TileAdapter(BaseAdapter):
         texts = [self.item_text(plan) for plan in media if isinstance(plan, TilePlan)]
         template = self.chat_template(media)
         return plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
+
+
+class TileAdapter(TilePlanner):
+    """Implements `Adapter`; besides, a family defines how tiles are cut, and the tower's call."""
+
+    @abstractmethod
+    def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        """Cuts an image, uint8 [1, H, W, 3], into tiles uint8 [N, S, S, 3]. rows, columns: see `canvas`."""
+
+    @abstractmethod
+    def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:
+        """Encodes tiles or frames [N, 3, S, S] to [N, tokens_per_tile or tokens_per_frame, C]."""
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
         assert isinstance(plan, TilePlan)
