@@ -16,7 +16,8 @@ A itself grow where keys repeat themselves: of 32 alike and undecayed they reach
 Between chunks the matrix is in the target's slot and not in registers, where all forms that were tried
 spilled. Programs share no channels, so a barrier of the program orders its reads and writes.
 
-All is float32, and products are three of TF32: 21 bits of 24. TF32 alone keeps 10, which the inverse spreads.
+All is float32, and products are three of TF32. With operands rounded so in the interpreter, what 256 tokens
+read is off by 3e-6 of the largest, as in float32. With TF32 alone it is off by 5e-4, whatever the decays.
 Import this module only where Triton is. The twin in plain torch: `stages/decoder/delta_rule.py`.
 """
 
