@@ -227,11 +227,11 @@ def test_a_seed_leaves_no_objects_of_models(pool: Pool) -> None:
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
-    """Whatever ran in this process before, and the other run too."""
-    for seed, size in ((18, "large"), (23, "large"), (6, "small")):
+    """Whatever ran here before, and whatever order sets of tasks have: 8443 once cancelled in that order."""
+    for seed, size in ((18, "large"), (23, "large"), (6, "small"), (8443, "small")):
         plan = drawn(seed, len(pool.questions), size=size)
         assert len(plan.faults) > (3 if size == "large" else 1)
-        assert simulate(plan, pool).digest == simulate(plan, pool).digest
+        assert simulate(plan, pool).digest == simulate(plan, pool, run=2).digest
 
 
 def test_seeds_that_processes_share_come_in_order_and_are_the_same(pool: Pool) -> None:

@@ -121,9 +121,21 @@ class _Handle:
         return self.is_cancelled
 
 
+class _Task(asyncio.Task[Any]):
+    """Has a place in sets that is drawn, where the place of others is their address."""
+
+    def __init__(self, work: Any, place: int, **options: Any) -> None:
+        self._place = place
+        super().__init__(work, **options)
+
+    def __hash__(self) -> int:
+        return self._place
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs callbacks in virtual time. Work for threads is done at once, and its result comes later.
 
+    run: of the seed; in each, sets of tasks have another order, which is to decide nothing
     network: opens connections and servers of asyncio
     is_ending: whether dead processes are called too, to end what they had begun
     """
@@ -131,9 +143,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     network: Any
     is_ending = False
 
-    def __init__(self, clock: Clock, seed: int) -> None:
+    def __init__(self, clock: Clock, seed: int, run: int = 0) -> None:
         super().__init__()
         self.seed = seed
+        self._place_rng = Random(f"{seed} places {run}")
         self._virtual = clock
         self._executor_rng = Random(f"{seed} executor")
         self._next: deque[_Handle] = deque()
@@ -142,6 +155,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now_s
+
+    def create_task(self, coro: Any, **options: Any) -> _Task:
+        return _Task(coro, self._place_rng.getrandbits(60), loop=self, **options)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         handle = _Handle(callback, args, contextvars.copy_context() if context is None else context)
