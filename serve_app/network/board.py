@@ -73,6 +73,7 @@ class Board:
     """
 
     def __init__(self, *, hang_s: float | None = None, is_restarted: bool = False) -> None:
+        self._name = secrets.token_hex(4)
         self._hang_s = hang_s
         self._regrouped_s = time.monotonic()
         self._credentials: Credentials | None = None
@@ -358,6 +359,7 @@ class Board:
             {epoch: entry.member for epoch, entry in self._entries.items()},
             leader.member.epoch if leader else "",
             frozenset(self._departed),
+            self._name,
         )
 
     def __len__(self) -> int:

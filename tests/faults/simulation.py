@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from epd.errors import EPDError, InternalError, PoisonedRequestError, WorkerFaultError
-from epd.serve_app.network import worker_server
+from epd.serve_app.network import membership, worker_server
 from epd.serve_app.network.connector import ProcessConnector
 from tests.faults.exact_model import exact_model
 from tests.faults.harm import Harm, index_of, index_of_id
@@ -250,6 +250,8 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False, run: int 
         with (
             mock.patch.object(worker_server, "WorkerThread", simulated_thread(world)),
             mock.patch.object(ProcessConnector, "pool_of", simulated_pool_of(world)),
+            mock.patch.object(membership, "end_process", world.end_beside),
+            mock.patch.object(membership, "start_ticks", int),
         ):
             try:
                 loop.run_until_complete(here.run())

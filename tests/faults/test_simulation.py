@@ -70,6 +70,7 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     ):
         assert counts[fault] > 0, fault
     assert counts["redirects"] > 0
+    assert counts["ended from beside"] > 0
     assert counts["encode fallbacks"] > 0
     assert counts["retries"] > counts["redirects"] / 10
 
@@ -89,6 +90,19 @@ def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, few: tuple[int,
 def test_small_worlds_that_found_a_fault_find_none(seed: int, pool: Pool) -> None:
     """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins."""
     assert not simulate(drawn(seed, len(pool.questions), "anything", "small"), pool).findings
+
+
+def test_members_end_a_lost_process_beside_them_and_none_that_is_joining(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A frozen worker is ended before it continues. One that registers while the board ends is not lost."""
+    result = simulate(replace(_frozen(pool, 0.3), ends_lost=True), pool, is_printed=True)
+    assert not result.findings
+    assert _ended(capsys.readouterr().out) == ["stage3 e0 it is lost, and another process has ended it"]
+    joining = drawn(2573, len(pool.questions), "anything", "small")
+    result = simulate(replace(joining, ends_lost=True), pool)
+    assert not result.findings
+    assert result.counts["ended from beside"] == 0
 
 
 def test_a_prompt_whose_answer_was_moved_is_freed_when_the_worker_that_had_it_is_lost(pool: Pool) -> None:
