@@ -151,7 +151,7 @@ class Membership:
         if view is None or self._has_left:
             return
         mine = view.members.get(self.epoch)
-        if mine is not None and self.member.info is None:
+        if mine is not None and self.member.info is None and mine.info is not None:
             self._member = replace(self.member, info=mine.info)
         before, self.view = self.view, self._without_lost(view)
         if mine is not None:

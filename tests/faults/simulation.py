@@ -88,9 +88,9 @@ class _Run:
         """Waits until nothing is left, and checks what each worker has."""
         world = self.world
         end_s = world.loop.time() + _MAX_SETTLE_S
-        while not (world.is_whole and not world.leftovers()) and world.loop.time() < end_s:
+        while not (is_over := world.is_whole and not world.leftovers()) and world.loop.time() < end_s:
             await asyncio.sleep(0.1)
-        if world.leftovers():
+        if not is_over:
             await world.collect()
         if left := world.leftovers():
             self.found(f"left behind: {left}")

@@ -325,9 +325,10 @@ class World:
         """Returns what is left of any request anywhere."""
         left = [] if self.is_whole else ["it is not whole"]
         for core in self.cores():
-            work = [role.remaining() for role in core.hosted.values()]
-            left += [f"{core.name} has work: {work}"] if core.has_work() else []
-            left += [f"{core.name} uses keys and values"] if core.load().kv_usage else []
+            if core.has_work():
+                left += [f"{core.name} has work: {[role.remaining() for role in core.hosted.values()]}"]
+            if any(role.load().kv_usage for role in core.hosted.values()):
+                left += [f"{core.name} uses keys and values"]
             left += [f"{core.name} holds embeddings"] if num_held(core) else []
         for part in self.workers(MediaServer):
             worker = part.server._host.worker
