@@ -101,7 +101,7 @@ class _Hold:
     files: tuple[FetchedFile, ...] | None = None
     incoming: IncomingFile | None = None
     images: dict[int, PlannedMedia] = field(default_factory=dict)
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
 
 
@@ -290,11 +290,11 @@ class MediaWorker:
     async def _in_hold(self, hold: _Hold, work: Coroutine[Any, Any, Any]) -> Any:
         """Awaits work that ends when the hold is released."""
         task = asyncio.ensure_future(work)
-        hold.tasks.add(task)
+        hold.tasks[task] = None
         try:
             return await task
         finally:
-            hold.tasks.discard(task)
+            hold.tasks.pop(task, None)
 
     async def _plan(self, message: PlanImages) -> tuple[MediaPlan, ...]:
         hold = self._held(message.hold)

@@ -347,8 +347,8 @@ class Listener:
         self._key = key
         self._on_link = on_link
         self._server: asyncio.Server | None = None
-        self._strangers: set[Link] = set()
-        self._links: set[Link] = set()
+        self._strangers: dict[Link, None] = {}  # both in the order in which they came
+        self._links: dict[Link, None] = {}
         self._is_closed = False
         self.address = Address("", 0)
 
@@ -360,28 +360,30 @@ class Listener:
 
     def _new_link(self) -> Link:
         if len(self._strangers) >= _MAX_STRANGERS:
-            self._strangers.pop().close("too many others have not proven the key")
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.close("too many others have not proven the key")
         link = Link(self._key, is_server=True, on_open=lambda: self._accept(link))
         if self._is_closed:  # it was accepted just before
             link.close()
-        self._strangers.add(link)
+        self._strangers[link] = None
         asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._forget_stranger, link)
         return link
 
     def _forget_stranger(self, link: Link) -> None:
         if link in self._strangers:
-            self._strangers.discard(link)
+            del self._strangers[link]
             link.close("it has not proven the key")
 
     def _accept(self, link: Link) -> None:
-        self._strangers.discard(link)
-        self._links.add(link)
+        self._strangers.pop(link, None)
+        self._links[link] = None
         self._on_link(link)
 
     @property
     def links(self) -> Sequence[Link]:
         """Returns the links that are open."""
-        self._links = {link for link in self._links if link.is_open}
+        self._links = {link: None for link in self._links if link.is_open}
         return tuple(self._links)
 
     async def close(self) -> None:

@@ -102,12 +102,14 @@ class View:
     members: by epoch
     leader: the epoch of the front that switches roles; empty without fronts
     departed: epochs of members that have completed their work and left
+    board: names the board; one that takes its place has another name
     """
 
     version: int
     members: Mapping[str, Member]
     leader: str = ""
     departed: frozenset[str] = frozenset()
+    board: str = ""
 
     @property
     def advice(self) -> Mapping[str, ReplicaAdvice]:

@@ -151,7 +151,7 @@ class Membership:
         if view is None or self._has_left:
             return
         mine = view.members.get(self.epoch)
-        if mine is not None and self.member.info is None:
+        if mine is not None and self.member.info is None and mine.info is not None:
             self._member = replace(self.member, info=mine.info)
         before, self.view = self.view, self._without_lost(view)
         if mine is not None:
@@ -173,9 +173,14 @@ class Membership:
         return view if len(there) == len(view.members) else replace(view, members=there)
 
     def _end_lost(self, before: View) -> None:
-        """Ends processes of this machine that are lost but may hang: nobody waits for them any more."""
+        """Ends processes of this machine that are lost but may hang: nobody waits for them any more.
+
+        A board that was restarted may not have heard yet of those that are joining.
+        """
+        is_same = self.view.board == before.board
         for member in before.members.values():
-            is_lost = member.epoch not in self.view.members and member.epoch not in self.view.departed
+            is_gone = member.epoch not in self.view.members and member.epoch not in self.view.departed
+            is_lost = is_gone and (member.is_ready or is_same)
             if is_lost and member.node_id == self._place.node_id and member.pid != os.getpid():
                 end_process(member.pid, member.start_ticks)
 

@@ -360,5 +360,8 @@ def _highest(usages: Sequence[float | None]) -> float | None:
 
 
 def _summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = {name for each in counters for name in each}
-    return {name: sum(each.get(name, 0) for each in counters) for name in sorted(names)}
+    sums: dict[str, float] = {}
+    for each in counters:
+        for name, count in each.items():
+            sums[name] = sums.get(name, 0) + count
+    return dict(sorted(sums.items()))

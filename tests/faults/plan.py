@@ -46,6 +46,7 @@ _WEIGHTS: Mapping[FaultKind, int] = MappingProxyType({
 _TOPOLOGIES = ("1e1p2d", "2e2p2d", "1e1p3d", "1e2p2d", "2epd", "1ep1p2d")
 _NUM_KINDS = (2, 3, 4, len(_WEIGHTS))  # of a seed: few kinds meet each other more often, the rare ones too
 _TENSORS_EVERY = 20  # seeds
+_ENDS_LOST_EVERY = 4
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
 # What a worker handles, or reports, when a strike comes.
 _STRUCK_AT = (
@@ -200,7 +201,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All that a seed decides before the start. num_kv_tokens: room of each worker."""
+    """All that a seed decides before the start.
+
+    num_kv_tokens: room of each worker
+    ends_lost: whether members end the processes of their machine that are lost, where those still run
+    """
 
     seed: int
     topology: str
@@ -212,6 +217,7 @@ class FaultPlan:
     faults: tuple[Fault, ...]
     aim: str = "anything"
     size: str = "large"
+    ends_lost: bool = False
 
     def without(self, number: int) -> FaultPlan:
         return replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
@@ -288,6 +294,7 @@ def drawn(seed: int, num_pool: int, aim: str = "", size: str = "large") -> Fault
         tuple(sorted(faults, key=lambda each: each.at_s)),
         aim,
         size,
+        seed % _ENDS_LOST_EVERY == 2,
     )
 
 

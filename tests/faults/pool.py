@@ -200,7 +200,8 @@ def read_once() -> Iterator[None]:
         for module, name in _SAME:
             stack.enter_context(mock.patch.object(module, name, cache(getattr(module, name))))
         stack.enter_context(mock.patch.object(ProcessTransport, "weights", weights))
-        folder = stack.enter_context(TemporaryDirectory(prefix="epd-faults-"))
+        in_memory = memory._MEMORY_FOLDER if memory._MEMORY_FOLDER.is_dir() else None  # a disk takes longer
+        folder = stack.enter_context(TemporaryDirectory(prefix="epd-faults-", dir=in_memory))
         stack.enter_context(mock.patch.object(memory, "_MEMORY_FOLDER", Path(folder)))
         stack.enter_context(mock.patch.object(tempfile, "tempdir", folder))
         stack.callback(gc.unfreeze)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from epd.errors import EPDError, InternalError, PoisonedRequestError, WorkerFaultError
-from epd.serve_app.network import worker_server
+from epd.serve_app.network import membership, worker_server
 from epd.serve_app.network.connector import ProcessConnector
 from tests.faults.exact_model import exact_model
 from tests.faults.harm import Harm, index_of, index_of_id
@@ -88,9 +88,9 @@ class _Run:
         """Waits until nothing is left, and checks what each worker has."""
         world = self.world
         end_s = world.loop.time() + _MAX_SETTLE_S
-        while not (world.is_whole and not world.leftovers()) and world.loop.time() < end_s:
+        while not (is_over := world.is_whole and not world.leftovers()) and world.loop.time() < end_s:
             await asyncio.sleep(0.1)
-        if world.leftovers():
+        if not is_over:
             await world.collect()
         if left := world.leftovers():
             self.found(f"left behind: {left}")
@@ -231,29 +231,35 @@ def _logged(handler: logging.Handler) -> Iterator[None]:
         root.handlers[:] = before
 
 
-def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result:
-    """Runs a plan. is_printed: whether its trace is printed. To be used within `read_once`."""
+def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False, run: int = 0) -> Result:
+    """Runs a plan. To be used within `read_once`.
+
+    is_printed: whether its trace is printed
+    run: its number; sets of tasks have another order in each
+    """
     clock, result = Clock(), Result(plan)
     trace = Trace(clock, is_printed=is_printed)
     errors = _Errors(result, trace)
     model = nullcontext() if plan.has_tensors else exact_model()
     with model, decided(clock), named_memory(), no_threads(), _logged(errors), _collector_off():
-        loop = VirtualLoop(clock, plan.seed)
+        loop = VirtualLoop(clock, plan.seed, run)
         loop.set_exception_handler(lambda _loop, _context: None)  # of tasks of dead processes
         asyncio.set_event_loop(loop)
         world = World(loop, clock, plan, pool.model, trace)
-        run = _Run(plan, pool.questions, world, result)
+        here = _Run(plan, pool.questions, world, result)
         with (
             mock.patch.object(worker_server, "WorkerThread", simulated_thread(world)),
             mock.patch.object(ProcessConnector, "pool_of", simulated_pool_of(world)),
+            mock.patch.object(membership, "end_process", world.end_beside),
+            mock.patch.object(membership, "start_ticks", int),
         ):
             try:
-                loop.run_until_complete(run.run())
+                loop.run_until_complete(here.run())
                 result.digest, result.virtual_s = trace.digest, clock.elapsed_s
             except NothingLeftError:
-                run.found("nothing is left to do, and something is awaited")
+                here.found("nothing is left to do, and something is awaited")
             except Exception as error:  # noqa: BLE001 - a finding too
-                run.found(f"the simulation: {''.join(traceback.format_exception(error))[-2000:]}")
+                here.found(f"the simulation: {''.join(traceback.format_exception(error))[-2000:]}")
             finally:
                 errors.is_over = True
                 _end(loop, world)  # in which workers still start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import secrets
 import time
 import uuid
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from itertools import count
 from random import Random, SystemRandom
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ _BOOTED_S = 10_000.0  # between the starts of two machines
 _UNIX_S = 1_700_000_000.0  # its Unix time
 _JUMPS_S = (-7200.0, -200.0, 200.0, 7200.0)
 _MAX_EXECUTOR_S = 0.02  # that work in a thread takes
+_own_pid = os.getpid
 _NUM_ENDS = 10  # times that a task is cancelled, at most
 
 
@@ -37,6 +40,7 @@ class NothingLeftError(Exception):
 class Process:
     """A process of the simulation. machine: what it is lost with, and whose clocks it reads.
 
+    pid: its number
     context: of everything that runs in it
     booted_s: by how much its monotonic clock is ahead
     missed: callbacks since it was frozen; None if it is not
@@ -46,6 +50,7 @@ class Process:
     def __init__(self, loop: VirtualLoop, name: str, machine: str) -> None:
         self.name = name
         self.machine = machine
+        self.pid = next(loop.pids)
         self.booted_s = _BOOTED_S * int(machine[1:])
         self.rng: Random = Random(f"{loop.seed} {name} names")
         self.is_dead = False
@@ -121,9 +126,21 @@ class _Handle:
         return self.is_cancelled
 
 
+class _Task(asyncio.Task[Any]):
+    """Has a place in sets that is drawn, where the place of others is their address."""
+
+    def __init__(self, work: Any, place: int, **options: Any) -> None:
+        self._place = place
+        super().__init__(work, **options)
+
+    def __hash__(self) -> int:
+        return self._place
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs callbacks in virtual time. Work for threads is done at once, and its result comes later.
 
+    run: of the seed; in each, sets of tasks have another order, which is to decide nothing
     network: opens connections and servers of asyncio
     is_ending: whether dead processes are called too, to end what they had begun
     """
@@ -131,9 +148,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     network: Any
     is_ending = False
 
-    def __init__(self, clock: Clock, seed: int) -> None:
+    def __init__(self, clock: Clock, seed: int, run: int = 0) -> None:
         super().__init__()
         self.seed = seed
+        self.pids = count(1)
+        self._place_rng = Random(f"{seed} places {run}")
         self._virtual = clock
         self._executor_rng = Random(f"{seed} executor")
         self._next: deque[_Handle] = deque()
@@ -142,6 +161,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now_s
+
+    def create_task(self, coro: Any, **options: Any) -> _Task:
+        return _Task(coro, self._place_rng.getrandbits(60), loop=self, **options)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         handle = _Handle(callback, args, contextvars.copy_context() if context is None else context)
@@ -246,6 +268,11 @@ def _uuid4() -> uuid.UUID:
     return uuid.UUID(bytes=_rng().randbytes(16), version=4)
 
 
+def _pid() -> int:
+    process = _PROCESS.get()
+    return _own_pid() if process is None else process.pid
+
+
 def _much() -> int:
     """Returns the bytes of a memory that never ends."""
     return 1 << 60
@@ -253,7 +280,7 @@ def _much() -> int:
 
 @contextmanager
 def decided(clock: Clock) -> Iterator[None]:
-    """Takes all times and random names of this process from a simulation: the one place that replaces any.
+    """Takes times, random names and numbers of processes from a simulation: the one place that replaces any.
 
     Memory never ends: what other programs of the machine use of it decides nothing.
     """
@@ -266,5 +293,6 @@ def decided(clock: Clock) -> Iterator[None]:
         mock.patch.object(secrets, "randbelow", lambda below: _rng().randrange(below)),
         mock.patch.object(device_memory, "memory_limit_bytes", _much),
         mock.patch.object(uuid, "uuid4", _uuid4),
+        mock.patch.object(os, "getpid", _pid),
     ):
         yield

@@ -138,6 +138,7 @@ class World:
         self.num_deaths = 0  # of workers
         self.harmed: set[str] = set()  # processes that were silent, or cut off, for a while
         self.ended_whole: list[str] = []  # others, that were declared lost
+        self._ends_lost = plan.ends_lost
         self.unreadable_until_s: dict[Process, float] = {}  # for which others' pools are not readable
         self.board_process = Process(loop, "board", "m0")
         self.board = self.board_process.context.copy().run(lambda: Board(hang_s=HANG_S))
@@ -232,6 +233,12 @@ class World:
             self.ended_whole.append(part.name)
         self._end_soon(part, reason)
 
+    def end_beside(self, pid: int, _ticks: int) -> None:
+        """Ends a lost process for a member of its machine."""
+        for part in [each for each in self.parts if each.process.pid == pid and self._ends_lost]:
+            self.counts["ended from beside"] += 1
+            self._end_lost(part, "it is lost, and another process has ended it")
+
     def _end_soon(self, part: Part, reason: str) -> None:
         """Ends a process that runs now, after its callback."""
         self.later(0.0, self.kill, part, reason)
@@ -273,6 +280,7 @@ class World:
 
     def _restart_board(self) -> None:
         self.board_process = Process(self.loop, "board", "m0")
+        self.board_process.rng.seed(f"{self.network.seed} board {self.board_process.pid}")
         context = self.board_process.context.copy()
         self.board = context.run(lambda: Board(hang_s=HANG_S, is_restarted=True))
 
@@ -317,9 +325,10 @@ class World:
         """Returns what is left of any request anywhere."""
         left = [] if self.is_whole else ["it is not whole"]
         for core in self.cores():
-            work = [role.remaining() for role in core.hosted.values()]
-            left += [f"{core.name} has work: {work}"] if core.has_work() else []
-            left += [f"{core.name} uses keys and values"] if core.load().kv_usage else []
+            if core.has_work():
+                left += [f"{core.name} has work: {[role.remaining() for role in core.hosted.values()]}"]
+            if any(role.load().kv_usage for role in core.hosted.values()):
+                left += [f"{core.name} uses keys and values"]
             left += [f"{core.name} holds embeddings"] if num_held(core) else []
         for part in self.workers(MediaServer):
             worker = part.server._host.worker

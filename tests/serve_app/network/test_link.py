@@ -147,6 +147,27 @@ def test_who_lacks_the_key_is_refused_before_anything_is_read() -> None:
     run(work)
 
 
+def test_of_too_many_strangers_the_oldest_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd.serve_app.network.link._MAX_STRANGERS", 2)
+
+    async def work() -> None:
+        listener = await listen("127.0.0.1", KEY, lambda _link: None)
+        address, opened = listener.address, []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            await reader.readexactly(1)  # it is a stranger now
+            opened.append((reader, writer))
+        ended = [asyncio.ensure_future(reader.read()) for reader, _ in opened]
+        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        assert [each.done() for each in ended] == [True, False, False]
+        await listener.close()
+        await asyncio.gather(*ended)
+        for _, writer in opened:
+            writer.close()
+
+    run(work)
+
+
 def test_a_server_without_the_key_gets_no_message() -> None:
     async def work() -> None:
         seen = bytearray()
