@@ -17,7 +17,6 @@ from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
-from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages import memory_sizing
@@ -38,7 +37,7 @@ from epd.stages.memory_sizing import (
 )
 from epd.stages.placement import CPU_FLOAT32, Placement
 from epd.stages.profiling import peak_bytes
-from epd.topology import parse_topology
+from epd.topology import parse_topology, stages_of
 from tests.encoders.families import Family
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_audio import build_qwen2_audio

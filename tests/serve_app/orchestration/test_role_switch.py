@@ -19,9 +19,8 @@ from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import EncodeGroup, Message, Reserve
 from epd.serve_app.orchestration import role_switch
 from epd.serve_app.orchestration.config import SwitchLimits
-from epd.serve_app.orchestration.role_switch import closed_roles
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles
-from epd.topology import Stage
+from epd.topology import Stage, closed_roles
 from tests.serve_app.deployments import (
     LETTERS,
     NEVER_S,
