@@ -52,6 +52,7 @@ class WorkerSettings:
     several classes; None for the placement's
     image_background: colour behind transparent images, which changes what is kept of them
     samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
+    switchable: sets of roles that workers may get; on a GPU there is room to encode besides, if one has it
     pace: of passes that last as on other devices; None, and always None beyond this process, for no other
     """
 
@@ -73,6 +74,7 @@ class WorkerSettings:
     embeddings_in: torch.dtype | None = None
     image_background: str = ""
     samples_load: bool = True
+    switchable: tuple[frozenset[Stage], ...] = ()
     pace: WorkerPace | None = None
 
     def placement(self) -> Placement:
