@@ -27,6 +27,7 @@ from epd.topology import Stage
 
 Roles = frozenset[Stage]
 _LANGUAGE: Roles = frozenset({"prefill", "decode"})
+_LEAST_SHARE = 0.02  # of all work that a stage is given: one without any known work is not without workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,8 @@ class ClusterTraffic:
         for stage, each in self.stages.items():
             needs[stage] = (num_before + each.num_requests + num_new * each.need.share) * each.need.request_s
             num_before += each.num_requests
-        return divided(roles, needs)
+        least = _LEAST_SHARE * sum(needs.values())
+        return divided(roles, {stage: max(need, least) for stage, need in needs.items()})
 
 
 def damped(rate: float, slope: float, memory_s: float, ahead_s: float) -> float:

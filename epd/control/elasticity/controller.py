@@ -285,12 +285,14 @@ class RoleController:
         return self._judge(now_s, option)
 
     def _candidates(self, now_s: float, traffic: ClusterTraffic) -> Iterator[tuple[WorkerStanding, Roles]]:
-        """Yields, for each change of roles, the worker that is ready for it soonest, if one can be spared."""
+        """Yields, for each change of roles, the worker that is ready for it soonest, if one can be spared.
+
+        None only gives up roles: a worker's time goes to those of its stages that have work.
+        """
         for before, after in permutations(self.config.roles, 2):
-            spare = [
-                each for each in traffic.workers if each.roles == before and self._may_leave(now_s, each)
-            ]
-            if spare and self._can_spare(traffic, before, after):
+            workers = [each for each in traffic.workers if each.roles == before]
+            spare = [each for each in workers if self._may_leave(now_s, each)]
+            if spare and not after < before and self._can_spare(traffic, before, after):
                 kept = before - closed_roles(before, after)
                 yield min(spare, key=lambda each: (each.drain_but_s(kept), each.since_s, each.name)), after
 

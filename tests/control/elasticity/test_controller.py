@@ -207,6 +207,14 @@ def test_merged_workers_switch_to_what_helps(
     assert names <= switches
 
 
+def test_a_role_is_not_only_given_up() -> None:
+    """Without E a worker would decode no more than it does: its time goes to what it has to do."""
+    config = ControllerConfig(roles=switchable_roles(parse_topology("1d2ed1ep")))
+    needs = {**NEEDS, "decode": StageNeed(1.0, 200.0, 0.03, 0.001)}
+    traffic = cluster(roles_of("1d2ed1ep"), rate=0.8, requests={"decode": 20.0}, needs=needs)
+    assert not looks(RoleController(config), traffic, 10)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"min_decode": 0}, {"interval_s": 0.0}, {"margin": -1.0}, {"min_gain": 1.0}, {"min_waiting": 1.0}],
