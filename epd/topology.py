@@ -106,6 +106,21 @@ def role_letters(roles: Collection[Stage]) -> str:
     return "".join(letter for stage, letter in ROLE_LETTERS.items() if stage in roles)
 
 
+def stages_of(roles: frozenset[Stage]) -> frozenset[Stage]:
+    """Returns the stages that a worker of these roles runs: prefill decodes too if they are merged."""
+    return roles - {"decode"} if "prefill" in roles else roles
+
+
+def closed_roles(before: frozenset[Stage], after: frozenset[Stage]) -> frozenset[Stage]:
+    """Returns the roles that a change of roles gives up, or gives to another stage of the worker."""
+    left = stages_of(before) - stages_of(after)
+    return frozenset(role for role in before if role not in after or _stage_for(role, before) in left)
+
+
+def _stage_for(role: Stage, roles: frozenset[Stage]) -> Stage:
+    return "prefill" if role == "decode" and "prefill" in roles else role
+
+
 def topology_name(workers: Collection[Collection[Stage]]) -> str:
     """Returns how many workers there are of which roles, video decoders left out: "2e1p1d"."""
     letters = [role_letters(roles) for roles in workers if "video" not in roles]

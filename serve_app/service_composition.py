@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
+from epd.control.elasticity.assignment import switchable_roles
 from epd.control.elasticity.controller import ControllerConfig
 from epd.encoders.checkpoint import Checkpoint
 from epd.engine_config import EngineConfig
@@ -25,7 +26,7 @@ from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.stages.placement import dtype_on
 from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles, namespace
-from epd.topology import Stage
+from epd.topology import Stage, parse_topology
 from epd.worker_classes import REST
 
 # A worker that gets a language model of several ranks starts their processes, which import and load.
@@ -76,6 +77,7 @@ def worker_settings(args: AppArgs, worker_class: str = REST, device: str | None 
         max_resize_pixels=args.limits.max_resize_pixels,
         decode_scheduler=args.scheduler(is_decode=True),
         image_background=args.image_background,
+        switchable=_switchable(args),
     )
 
 
@@ -113,9 +115,14 @@ def _orchestrator_config(args: AppArgs, controller: ControllerConfig | None = No
         encode_fallback_s=args.encode_fallback_s,
         classes=frozenset(args.worker_classes),
         cache_dir=args.cache_dir and args.cache_dir.expanduser(),
-        elastic=controller or ControllerConfig() if args.elastic else None,
+        elastic=replace(controller or ControllerConfig(), roles=_switchable(args)) if args.elastic else None,
         retention=args.load_retention,
     )
+
+
+def _switchable(args: AppArgs) -> tuple[frozenset[Stage], ...]:
+    """Returns the sets of roles that workers may get as the load changes."""
+    return switchable_roles(parse_topology(args.topology)) if args.elastic else ()
 
 
 def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSettings:

@@ -7,6 +7,8 @@ day       a day in thirty minutes: pictures in its first half, long answers in i
           requests that keep their objectives, on all 21 layouts and with switching from three of them
 waves     pictures and long answers that come and go in turns, on a layout that bears both peaks, where no
           change is needed: what switching spoils there, by period
+merged    the same turns at half the load on four devices, whose workers have two roles each: switching
+          among the sets of the topology and their parts, against the static layouts and single roles
 
 Costs are those fitted to the EPD paper (`benchmarks/published/paper.py`); all is simulated, so this machine
 does not matter. Results go to benchmarks/results/elasticity.{json,md,png}.
@@ -31,6 +33,8 @@ from benchmarks.published.paper import (
     paper_profile,
 )
 from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
+from epd.control.elasticity.assignment import switchable_roles
+from epd.control.elasticity.controller import ControllerConfig
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.placement import Elasticity
 from epd.topology import parse_topology
@@ -46,6 +50,8 @@ OBJECTIVES = SLO(ttft_s=6.0, tpot_s=0.08)
 DAY_S = 1800.0
 ELASTICITY = Elasticity(max_tokens=1024)
 STARTS = ("3e1p4d", "5e1p2d", "2e2p4d")
+WAVES_S = 900.0
+MERGED = ("1ed3ep", "2ed2ep", "3ed1ep")
 
 
 def layouts() -> Iterator[str]:
@@ -121,17 +127,49 @@ def wave_rows(periods_s: tuple[float, ...]) -> list[Row]:
             LoadWave(PICTURES, square_wave(0.2, 2.2, period_s), 2.2),
             LoadWave(TALK, square_wave(0.3, 2.5, period_s, 0.5), 2.5),
         ]
-        work = jobs(tides, 900.0, 0)
+        work = jobs(tides, WAVES_S, 0)
         static, switched = simulate("3e1p4d", work), simulate("3e1p4d", work, ELASTICITY)
         rows.append(
             {
                 "period s": period_s,
                 "static 3e1p4d: E2E mean s": round(float(static.e2e_s.mean()), 1),
                 "switching: E2E mean s": round(float(switched.e2e_s.mean()), 1),
-                "switches in 15 minutes": sum(at_s < 900 for at_s, *_ in switched.switches),
+                "switches in 15 minutes": sum(at_s < WAVES_S for at_s, *_ in switched.switches),
             }
         )
     return rows
+
+
+def merged_rows(periods_s: tuple[float, ...]) -> list[Row]:
+    """Mean seconds to the end of an answer, and attainment, by period."""
+    rows = []
+    for period_s in periods_s:
+        tides = [
+            LoadWave(PICTURES, square_wave(0.1, 1.0, period_s), 1.0),
+            LoadWave(TALK, square_wave(0.15, 1.25, period_s, 0.5), 1.25),
+        ]
+        work = jobs(tides, WAVES_S, 0)
+        static = {name: simulate(name, work) for name in MERGED}
+        switched = {name: simulate(name, work, switching(name)) for name in (*MERGED, "2e1p1d")}
+        rows.append(
+            {
+                "period s": period_s,
+                **{f"static {name}": _shown(run) for name, run in static.items()},
+                **{f"switching from {name}": _shown(run) for name, run in switched.items()},
+                "switches": " ".join(str(len(run.switches)) for run in switched.values()),
+            }
+        )
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def switching(topology: str) -> Elasticity:
+    roles = switchable_roles(parse_topology(topology))
+    return Elasticity(ControllerConfig(roles=roles), max_tokens=ELASTICITY.max_tokens)
+
+
+def _shown(run: SimulationResult) -> str:
+    return f"{run.e2e_s.mean():.1f} ({run.attainment(OBJECTIVES):.2f})"
 
 
 def plot(high: float) -> None:
@@ -180,6 +218,10 @@ def main() -> None:
             lambda: day_rows(highs, seeds),
         ),
         "waves": Section("Waves, on a layout that bears both peaks", lambda: wave_rows(periods_s)),
+        "merged": Section(
+            "Waves, on four devices with merged roles: E2E mean s (attainment)",
+            lambda: merged_rows(periods_s),
+        ),
     }
     unknown = set(args.sections) - sections.keys()
     if unknown:

@@ -92,7 +92,7 @@ class PassResult:
 
 
 class LanguageSide:
-    """Simulates one worker's engine. hands_over: it only prefills; blocks stay held until `release`."""
+    """Simulates one worker's engine. Blocks of what is handed over stay held until `release`."""
 
     def __init__(
         self,
@@ -100,7 +100,6 @@ class LanguageSide:
         config: SchedulerConfig,
         spec: KVCacheSpec,
         *,
-        hands_over: bool,
         enable_prefix_caching: bool,
         is_stepwise: bool,
         drafts: DraftPlan | None = None,
@@ -112,7 +111,6 @@ class LanguageSide:
         self.num_held = 0
         self._alone, self._beside = (PassTicks(profile, factor, drafts) for factor in (1.0, profile.beside))
         self._cost = self._alone
-        self._hands_over = hands_over
         self._is_stepwise = is_stepwise or drafts is not None  # steps differ in what they draft
         self._drafts = None if drafts is None else SimulatedDrafts(drafts)
         self.num_drafts_held = 0  # tokens, so far
@@ -133,9 +131,9 @@ class LanguageSide:
     def has_work(self) -> bool:
         return bool(self._states or self.num_arriving or self.num_held)
 
-    def check_fits(self, job: Job) -> None:
-        """Raises InfeasibleError for a request that could never run to its end here."""
-        needed = job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens)
+    def check_fits(self, job: Job, num_output_tokens: int) -> None:
+        """Raises InfeasibleError for a request with so much of its answer that could never run here."""
+        needed = job.num_prompt_tokens + num_output_tokens
         capacity = min(self.kv.spec.num_blocks) * self.kv.block_size
         if needed > capacity:
             raise InfeasibleError(
@@ -150,7 +148,7 @@ class LanguageSide:
             state.request_id,
             state.identity,
             job.num_prompt_tokens,
-            job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens),
+            job.num_prompt_tokens + (job.output_tokens if state.placement.is_merged else 1),
             state.num_ready,
         )
         self.scheduler.add(request)
@@ -385,7 +383,7 @@ class LanguageSide:
         result.sampled += [state] * (1 + num_held)
         if is_first:
             result.first_tokens.append(state)
-        if self._hands_over and is_first:
+        if is_first and not state.placement.is_merged:
             del self._states[request.request_id], self._requests[request.request_id]
             self.scheduler.remove(request, hold=True)
             self.num_held += 1

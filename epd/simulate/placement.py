@@ -122,13 +122,15 @@ class SimulatedPlacer:
 
     def _take_step(self, state: RequestState, step: Step) -> bool:
         """Returns the answer of the worker: whether it has room. Prompts are always taken."""
-        if step == "submit" and not state.placement.is_merged:
+        job, is_merged = state.job, state.placement.is_merged
+        if step == "submit" and not is_merged:
             return True
-        self._workers[state.prefill_worker].language_side.check_fits(state.job)
-        if step == "submit" or state.job.output_tokens == 1:  # nothing to decode: no room is needed
+        prefill = self._workers[state.prefill_worker].language_side
+        prefill.check_fits(job, job.output_tokens if is_merged else 1)
+        if step == "submit" or job.output_tokens == 1:  # nothing to decode: no room is needed
             return True
         decoder = self._workers[state.decode_worker]
-        decoder.language_side.check_fits(state.job)
+        decoder.language_side.check_fits(job, job.output_tokens)
         decoder.wake()  # blocks of the steps under way are taken before others
         return decoder.language_side.reserve(state)
 

@@ -11,7 +11,7 @@ In place of the network: workers that answer in no time, so that requests are pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 from epd.control.elasticity.controller import Switch
@@ -34,7 +34,7 @@ from epd.simulate.placement import (
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.worker import SimulatedWorker
-from epd.topology import Stage, role_letters
+from epd.topology import STAGES, Stage, closed_roles, role_letters, stages_of
 
 OnProgress = Callable[[int], None]
 _PROGRESS_EVERY = 256
@@ -230,42 +230,51 @@ class Simulation:
             self._plan_look()
 
     def _begin_switch(self, switch: Switch) -> None:
-        """Starts a switch: the worker gets nothing new, and its waiting groups go to other encoders."""
+        """Starts a switch: what the worker gives up gets nothing new, and its waiting groups go to others."""
         worker = self._workers[switch.worker]
-        worker.is_switching = True
+        worker.is_switching, worker.closed = True, closed_roles(worker.roles, switch.roles)
+        leaving = stages_of(worker.roles) - stages_of(switch.roles)
         self._placer.forget_roles()
-        if worker.encoder is not None and self._candidates.taking("encode"):
+        if worker.encoder is not None and "encode" in leaving and self._candidates.taking("encode"):
             tasks = worker.encoder.take_back()
             for task in tasks:
                 self.router.add(worker.name, encode_patches=-task.num_patches)
                 self._media.deal(task.state, [task.group])
-        self._await_drained(worker, switch)
+        self._await_drained(worker, switch, leaving)
 
     def _offload(self, worker: SimulatedWorker) -> None:
         """Hands its work to siblings. Between two passes."""
         states, candidates = list(self._placed.values()), self._candidates
-        self._offloading.move_prompts(worker, states, candidates.taking("prefill"))
-        self._offloading.move_answers(worker, states, candidates.decoders())
+        if "prefill" in worker.closed:
+            self._offloading.move_prompts(worker, states, candidates.taking("prefill"))
+        if "decode" in worker.closed:
+            self._offloading.move_answers(worker, states, candidates.decoders())
 
-    def _await_drained(self, worker: SimulatedWorker, switch: Switch) -> None:
+    def _await_drained(self, worker: SimulatedWorker, switch: Switch, leaving: frozenset[Stage]) -> None:
         if not worker.is_busy:
             self._offload(worker)
-        if worker.has_work() or self._is_expected(worker.name):
+        if worker.has_work(leaving) or self._is_expected(worker.name, leaving):
             at = self.events.now + ticks_of(0.01)
-            self.events.push(at, EventPriority.POLICY, partial(self._await_drained, worker, switch))
-        else:
-            at = self.events.now + ticks_of(self.profile.switch_s)
-            self.events.push(at, EventPriority.POLICY, partial(self._end_switch, worker, switch))
+            self.events.push(at, EventPriority.POLICY, partial(self._await_drained, worker, switch, leaving))
+            return
+        is_starting = stages_of(switch.roles) - stages_of(worker.roles)
+        at = self.events.now + ticks_of(self.profile.switch_s if is_starting else 0.0)
+        self.events.push(at, EventPriority.POLICY, partial(self._end_switch, worker, switch))
 
-    def _is_expected(self, name: str) -> bool:
+    def _is_expected(self, name: str, stages: Collection[Stage] = STAGES) -> bool:
         in_flight = self.router.in_flight(name)
-        return bool(in_flight.num_prefills or in_flight.num_decodes or in_flight.encode_patches)
+        counts: dict[Stage, float] = {
+            "encode": in_flight.encode_patches,
+            "prefill": in_flight.num_prefills + in_flight.num_decodes,
+            "decode": in_flight.num_decodes,
+        }
+        return any(counts[stage] for stage in stages)
 
     def _end_switch(self, worker: SimulatedWorker, switch: Switch) -> None:
         """Ends a switch: it has its new roles, or its old ones again if the switch fails."""
         assert self._switcher is not None
         now_s = seconds_of(self.events.now)
-        worker.is_switching = False
+        worker.is_switching, worker.closed = False, frozenset()
         self._placer.forget_roles()
         if self._switcher.elasticity.is_failing(switch):
             self._switcher.controller.failed(now_s, worker.name)
@@ -275,4 +284,5 @@ class Simulation:
             self._since_s[worker.name] = now_s
             self._switches.append((now_s, worker.name, role_letters(switch.roles)))
             self._switcher.controller.succeeded(now_s, worker.name)
+            worker.wake()
         self._placer.place_waiting()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
@@ -16,7 +16,7 @@ from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, SimulatedTask
 from epd.simulate.receiving import GroupReceiver, embedding_cache
 from epd.simulate.records import WorkSpan
-from epd.topology import Stage
+from epd.topology import STAGES, Stage, stages_of
 from epd.types import ceil_div
 
 OnSpan = Callable[[WorkSpan], None]
@@ -73,7 +73,7 @@ class SimulatedWorker:
     handed on, and requests get room for their groups. So it is with workers of the application.
 
     roles: kinds of work sent to it; it finishes its work of a role that it had before
-    is_switching: it takes nothing new
+    is_switching: it changes its roles, and takes nothing new for those in `closed`
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class SimulatedWorker:
         self.receiver: GroupReceiver | None = None  # where caches are simulated
         self.language: LanguageSide | None = None
         self.is_switching = False
+        self.closed: frozenset[Stage] = frozenset()
         self.last_ticks = 0  # of the last work that is over
         self._events = events
         self._on_encoded = on_encoded
@@ -106,18 +107,22 @@ class SimulatedWorker:
         self._between: list[Callable[[], None]] = []
 
     def host(self, roles: frozenset[Stage], deployment: Deployment, profile: Profile) -> None:
-        """Takes these roles, with what they need of the deployment; what it had is gone."""
-        self.roles = roles
+        """Takes these roles, with what they need of the deployment; what others needed is gone."""
+        kept, self.roles = stages_of(self.roles) & stages_of(roles), roles
         num_blocks = deployment.num_blocks(profile, roles)
         profile = profile.on(deployment.degree(roles))
         self._is_beside = deployment.encodes_beside(roles)
         self._pace = round(_ALONE * profile.beside)
-        self.encoder = self.language = self.receiver = None
         embeddings = deployment.num_embeddings, deployment.block_size
         has_caches = deployment.enable_prefix_caching
-        if "encode" in roles:
+        if "encode" not in roles:
+            self.encoder = None
+        elif self.encoder is None:
             cache = embedding_cache(*embeddings) if has_caches else None
             self.encoder = EncodeSide(profile, deployment.max_batch_patches, cache)
+        if self.language is not None and kept - {"encode"}:
+            return
+        self.language = self.receiver = None
         if "prefill" in roles and has_caches:
             self.receiver = GroupReceiver(self.name, *embeddings, profile.model)
         if roles & {"prefill", "decode"}:
@@ -125,7 +130,6 @@ class SimulatedWorker:
                 profile,
                 deployment.scheduler_config(roles),
                 KVCacheSpec((num_blocks,), deployment.block_size),
-                hands_over="decode" not in roles,
                 enable_prefix_caching=deployment.enable_prefix_caching,
                 is_stepwise=deployment.is_stepwise,
                 drafts=deployment.drafts,
@@ -144,11 +148,16 @@ class SimulatedWorker:
 
     def takes(self, stage: Stage) -> bool:
         """Returns whether it takes new work of a stage."""
-        return stage in self.roles and not self.is_switching
+        return stage in self.roles and stage not in self.closed
 
-    def has_work(self) -> bool:
-        sides = (self.encoder, self.language)
-        return self.is_busy or any(side is not None and side.has_work() for side in sides)
+    def has_work(self, stages: Collection[Stage] = STAGES) -> bool:
+        """Returns whether any work of these stages is left; of an encoder, one with a batch has."""
+        encoder = self.encoder if "encode" in stages else None
+        language = self.language if "prefill" in stages or "decode" in stages else None
+        is_encoding = encoder is not None and (encoder.has_work() or self._encoding.task is not None)
+        return is_encoding or (
+            language is not None and (language.has_work() or self._passing.task is not None)
+        )
 
     def wake(self) -> None:
         """Reacts to a change: an idle worker looks for work once all of this instant is known.

@@ -35,9 +35,8 @@ from epd.serve_app.role_messages import (
 )
 from epd.serve_app.service_status import RoleSwitch, SwitchTotals
 from epd.serve_app.task_group import Tasks
-from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker_info import WorkerInfo
-from epd.topology import Stage, role_letters
+from epd.topology import Stage, closed_roles, role_letters, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -167,16 +166,6 @@ class RoleSwitcher:
 def _former(info: WorkerInfo) -> SetRoles:
     """Returns the message that gives a worker back what it had."""
     return SetRoles(info.roles, info.lent)
-
-
-def closed_roles(before: frozenset[Stage], after: frozenset[Stage]) -> frozenset[Stage]:
-    """Returns the roles given up, or run by another stage from then on: alone or merged with prefill."""
-    left = stages_of(before) - stages_of(after)
-    return frozenset(role for role in before if role not in after or _stage_for(role, before) in left)
-
-
-def _stage_for(role: Stage, roles: frozenset[Stage]) -> Stage:
-    return "prefill" if role == "decode" and "prefill" in roles else role
 
 
 def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage]) -> None:

@@ -50,7 +50,7 @@ from epd.serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, Rep
 from epd.serve_app.worker.worker_settings import Transport, WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.encode.beside import BesideThread
-from epd.topology import Stage
+from epd.topology import Stage, stages_of
 from epd.transfer.connectors import KVTicket
 from epd.types import UInt8Array
 
@@ -348,11 +348,6 @@ class WorkerCore:
         """Raises AssertionError unless the state of all roles is consistent."""
         for role in self.hosted.values():
             role.check_integrity()
-
-
-def stages_of(roles: frozenset[Stage]) -> frozenset[Stage]:
-    """Returns the stages that a worker of these roles needs: prefill decodes too if they are merged."""
-    return roles - {"decode"} if "prefill" in roles else roles
 
 
 def _highest(usages: Sequence[float | None]) -> float | None:

@@ -53,6 +53,7 @@ class WorkerSettings:
     image_background: colour behind transparent images, which changes what is kept of them
     keeps_weights: a GPU worker copies the weights of other roles from its machine's memory: see `HostWeights`
     samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
+    switchable: sets of roles that workers may get; on a GPU there is room to encode besides, if one has it
     pace: of passes that last as on other devices; None, and always None beyond this process, for no other
     """
 
@@ -75,6 +76,7 @@ class WorkerSettings:
     image_background: str = ""
     keeps_weights: bool = False
     samples_load: bool = True
+    switchable: tuple[frozenset[Stage], ...] = ()
     pace: WorkerPace | None = None
 
     def placement(self) -> Placement:

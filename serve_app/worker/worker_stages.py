@@ -118,6 +118,8 @@ class StageBuilder:
         settings = self.settings
         if not self.placement.is_cuda or settings.engine.num_kv_tokens:
             return
+        if missing & {"prefill", "decode"} and self._may_encode(roles):
+            roles, missing = roles | {"encode"}, missing | {"encode"}
         encoder = self._encoder_model() if "encode" in roles else None
         config = encoder.config if encoder is not None else self._language_model().config
         layout = embedding_layout(config, self._embeddings_in)
@@ -157,6 +159,10 @@ class StageBuilder:
             ranks=self._ranks,
             known=self._pass_bytes,
         )
+
+    def _may_encode(self, roles: AbstractSet[Stage]) -> bool:
+        """Returns whether a switch may add encode to these roles."""
+        return "encode" not in roles and any(each >= roles | {"encode"} for each in self.settings.switchable)
 
     def memory(self) -> MemoryUse:
         """Returns what the worker has on its device; asked with every report, so it is kept."""

@@ -18,7 +18,7 @@ from epd.serve_app.ray.replica_parts import transport_config
 from epd.serve_app.service_composition import _orchestrator_config
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.engine import setup as engine_setup
-from epd.topology import TensorParallel
+from epd.topology import TensorParallel, role_letters
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_models import build_qwen3_5
 
@@ -102,6 +102,15 @@ def test_any_worker_of_an_elastic_application_may_become_two_processes() -> None
     assert alone.num_ranks(frozenset({"encode"})) == 1
     limits = [_orchestrator_config(each).switching.limit_s for each in (args, AppArgs())]
     assert limits[0] > limits[1], "their processes have to start"
+
+
+def test_an_elastic_application_switches_between_the_sets_of_its_topology_and_their_parts() -> None:
+    for topology, letters in (("3e1p1d", "e p d"), ("1ed3ep", "e p d ed ep")):
+        args = AppArgs(topology=topology, elastic=True)
+        elastic = _orchestrator_config(args).elastic
+        assert elastic is not None
+        assert elastic.roles == worker_settings(args.resolved()).switchable
+        assert [role_letters(each) for each in elastic.roles] == letters.split()
 
 
 def test_models_with_recurrent_states_refuse_what_is_not_computed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from epd.control.elasticity.assignment import switchable_roles
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PatchRun
 from epd.engine_config import EngineConfig
@@ -19,7 +20,6 @@ from epd.errors import InfeasibleError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker import worker_stages
-from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages import memory_sizing
@@ -40,7 +40,7 @@ from epd.stages.memory_sizing import (
 )
 from epd.stages.placement import CPU_FLOAT32, Placement
 from epd.stages.profiling import peak_bytes
-from epd.topology import Stage, parse_topology
+from epd.topology import Stage, parse_topology, stages_of
 from tests.encoders.families import Family
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_audio import build_qwen2_audio
@@ -396,16 +396,18 @@ def test_a_worker_is_sized_for_its_roles(
     monkeypatch.setattr("epd.serve_app.worker.worker_stages.measured_kv_tokens", measured)
     path = checkpoints["qwen2_5_vl"]
     settings = WorkerSettings(path, EngineConfig(gpu_memory_utilization=0.4), num_embeddings=1024)
-    for topology in ("1ep1d", "1e1pd"):
+    elastic = replace(settings, switchable=switchable_roles(parse_topology("1ep1d")))
+    for topology, own in (("1ep1d", settings), ("1e1pd", settings), ("1e1p1d", elastic)):
         for worker in parse_topology(topology).workers():
-            builder = StageBuilder(settings, LocalTransport())
+            builder = StageBuilder(own, LocalTransport())
             monkeypatch.setattr(builder, "_load", lambda role: load_role(path, role, CPU_FLOAT32).model)
             builder.placement = ON_GPU
             builder.size(worker.roles, stages_of(worker.roles))
             assert builder._kv_tokens == (4800 if worker.roles != {"encode"} else None)
     found = [(share.letters, encodes, share.embedding_bytes) for encodes, share in asked]
     row_bytes = 64 * 2
-    assert found == [("ep", True, 2048 * row_bytes), ("d", False, 0), ("pd", False, 1024 * row_bytes)]
+    fixed = [("ep", True, 2048 * row_bytes), ("d", False, 0), ("pd", False, 1024 * row_bytes)]
+    assert found == [*fixed, ("ep", True, 2048 * row_bytes), ("d", False, 0)]  # room to encode besides
     assert {share.options.gpu_memory_utilization for _, share in asked} == {0.4}
 
 

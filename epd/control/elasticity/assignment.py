@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 
-from epd.control.elasticity.cluster import ClusterTraffic, Roles, WorkerStanding
-from epd.control.elasticity.controller import Switch
-from epd.topology import STAGES, Stage, Topology
+from epd.control.elasticity.cluster import Roles, WorkerStanding, divided
+from epd.control.elasticity.controller import PURE_ROLES, Switch
+from epd.topology import STAGES, Stage, Topology, role_letters
+
+
+def switchable_roles(topology: Topology) -> tuple[Roles, ...]:
+    """Returns the sets of roles between which workers of a topology may change.
+
+    These are the single roles; and where a set has several, that set and the parts of it.
+    """
+    merged = {group.roles for group in topology.groups if len(group.roles) > 1}
+    parts = {frozenset(part) for roles in merged for part in combinations(sorted(roles), 2)}
+    return (*PURE_ROLES, *sorted(merged | parts, key=role_letters))
 
 
 def roles_for_newcomer(
@@ -40,19 +51,16 @@ def roles_for_newcomer(
     return max(kinds, key=lambda roles: (_lack(kinds, counts, roles), -near[roles]))
 
 
-def layout_for(
-    traffic: ClusterTraffic, needed: Mapping[Stage, float], wanted: Topology, max_workers: int
-) -> Counter[Roles]:
+def layout_for(needed: Mapping[Stage, float], wanted: Topology, max_workers: int) -> Counter[Roles]:
     """Returns the fewest workers of each kind in the topology that give every stage the workers it needs.
 
-    traffic: for how workers with several roles divide their time
     needed: workers that each stage needs, idle time included
     max_workers: bound of the sum, unless the topology has more kinds
     """
     kinds = _kinds(wanted)
     counts = Counter(dict.fromkeys(kinds, 1))
-    while counts.total() < max_workers and _shares(needed, traffic.capacity(counts.elements()))[0] > 1:
-        counts[_most_helpful(traffic, needed, kinds, counts)] += 1
+    while counts.total() < max_workers and _shares(needed, counts.elements())[0] > 1:
+        counts[_most_helpful(needed, kinds, counts)] += 1
     return counts
 
 
@@ -108,22 +116,20 @@ def _lack(kinds: Mapping[Roles, int], counts: Mapping[Roles, int], roles: Roles)
 
 
 def _most_helpful(
-    traffic: ClusterTraffic,
-    needed: Mapping[Stage, float],
-    kinds: Mapping[Roles, int],
-    counts: Mapping[Roles, int],
+    needed: Mapping[Stage, float], kinds: Mapping[Roles, int], counts: Mapping[Roles, int]
 ) -> Roles:
     """Returns the roles with which the stage that needs most needs least, then the next one and so on."""
     present = list(Counter(counts).elements())
 
     def rank(roles: Roles) -> tuple[list[float], float]:
-        return _shares(needed, traffic.capacity([*present, roles])), -_lack(kinds, counts, roles)
+        return _shares(needed, [*present, roles]), -_lack(kinds, counts, roles)
 
     return min(kinds, key=rank)
 
 
-def _shares(needed: Mapping[Stage, float], capacity: Mapping[Stage, float]) -> list[float]:
+def _shares(needed: Mapping[Stage, float], workers: Iterable[Roles]) -> list[float]:
     """Returns the share of each stage's workers that is needed, the largest first."""
+    capacity = divided(workers, {stage: needed.get(stage, 0.0) for stage in STAGES})
     return sorted(
         (_share(needed.get(stage, 0.0), capacity.get(stage, 0.0)) for stage in STAGES), reverse=True
     )

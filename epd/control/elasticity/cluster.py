@@ -18,12 +18,16 @@ are: where answers are generated concurrently, a queue cannot be distinguished f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from epd.topology import Stage
 
 Roles = frozenset[Stage]
+_LANGUAGE: Roles = frozenset({"prefill", "decode"})
+_LEAST_SHARE = 0.02  # of all work that a stage is given: one without any known work is not without workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,11 @@ class WorkerStanding:
     @property
     def drain_s(self) -> float:
         """Returns the seconds until the worker is idle, if nothing new comes."""
-        return sum(self.queued_s.values())
+        return self.drain_but_s(frozenset())
+
+    def drain_but_s(self, kept: Collection[Stage]) -> float:
+        """Returns the seconds until the worker has no work left but that of the stages that it keeps."""
+        return sum(seconds for stage, seconds in self.queued_s.items() if stage not in kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ class StageNeed:
 class StageTraffic:
     """Describes one stage of the whole cluster.
 
-    num_workers: that serve it; one with several roles counts by the share of its time needed here
+    num_workers: that serve it; one with several roles counts by its time here, as `divided` has it
     num_requests: at this stage
     queued_s: their seconds of work of one worker
     utilisation: share of the time that its workers were busy since the last look
@@ -146,6 +154,7 @@ class ClusterTraffic:
     arrival_rate: requests per second
     arrival_trend: its change per second, which is believed for about trend_s
     num_waiting: requests that no worker has taken yet
+    stages: in order
     is_known: enough data has arrived to decide on
     """
 
@@ -162,15 +171,15 @@ class ClusterTraffic:
         """Returns the requests per second expected that many seconds ahead."""
         return damped(self.arrival_rate, self.arrival_trend, self.trend_s, ahead_s)
 
-    def capacity(self, roles: Iterable[Roles]) -> dict[Stage, float]:
-        """Returns each stage's workers among workers with such roles, by the needs of this load."""
-        total = dict.fromkeys(self.stages, 0.0)
-        for each in roles:
-            for stage in each & total.keys():
-                total[stage] += time_share(
-                    each, stage, {name: traffic.need for name, traffic in self.stages.items()}
-                )
-        return total
+    def capacity(self, roles: Iterable[Roles], ahead_s: float = 30.0) -> dict[Stage, float]:
+        """Returns each stage's workers among workers with such roles, by what has come and will come."""
+        num_new = self.num_waiting + self.arrival_rate * ahead_s
+        needs, num_before = dict[Stage, float](), 0.0  # num_before: at earlier stages
+        for stage, each in self.stages.items():
+            needs[stage] = (num_before + each.num_requests + num_new * each.need.share) * each.need.request_s
+            num_before += each.num_requests
+        least = _LEAST_SHARE * sum(needs.values())
+        return divided(roles, {stage: max(need, least) for stage, need in needs.items()})
 
 
 def damped(rate: float, slope: float, memory_s: float, ahead_s: float) -> float:
@@ -178,10 +187,58 @@ def damped(rate: float, slope: float, memory_s: float, ahead_s: float) -> float:
     return max(0.0, rate + slope * memory_s * (1 - math.exp(-ahead_s / memory_s)))
 
 
-def time_share(roles: Roles, stage: Stage, needs: Mapping[Stage, StageNeed]) -> float:
-    """Returns the share of a worker's time that goes to one of its stages, by a request's work at each."""
-    if len(roles) == 1:
-        return 1.0
-    seconds = {each: needs[each].share * needs[each].request_s for each in roles if each in needs}
-    total = sum(seconds.values())
-    return seconds.get(stage, 0.0) / total if 0 < total < math.inf else 1 / len(roles)
+def divided(workers: Iterable[Roles], needs: Mapping[Stage, float]) -> dict[Stage, float]:
+    """Divides the time of workers: the stage that gets the least of its need gets as much as it can.
+
+    Returns workers by stage. needs: by stage, in any unit; without any, stages count alike
+    """
+    kinds, found = _working(workers), dict[Stage, float]()
+    while left := [stage for stage in needs if stage not in found]:
+        wanted = {stage: needs[stage] for stage in left}
+        if not 0 < sum(wanted.values()) < math.inf:
+            wanted = dict.fromkeys(left, 1.0)
+        group, num = min(_groups(kinds, left), key=lambda each: _ratio(each[1], _sum(wanted, each[0])))
+        need = _sum(wanted, group)
+        found |= {stage: num * (wanted[stage] / need) if len(group) > 1 else num for stage in group}
+        kinds = Counter({roles: count for roles, count in kinds.items() if roles.isdisjoint(group)})
+    return found
+
+
+def most_needed(workers: Iterable[Roles], needs: Mapping[Stage, float]) -> float:
+    """Returns the largest share of their time that stages, or several together, need of their workers.
+
+    needs: workers by stage
+    """
+    groups = _groups(_working(workers), list(needs))
+    return max((_ratio(need, num) for group, num in groups if (need := _sum(needs, group))), default=0.0)
+
+
+def _working(workers: Iterable[Roles]) -> Counter[Roles]:
+    """Counts workers by roles, without those that others leave idle.
+
+    A worker that prefills and decodes completes what it begins: it serves no other one's prompts or answers.
+    """
+    kinds = list(workers)
+    languages = {roles & _LANGUAGE for roles in kinds} - {frozenset()}
+    if _LANGUAGE not in languages or len(languages) != 2:
+        return Counter(kinds)
+    (idle,) = languages - {_LANGUAGE}
+    return Counter(roles if roles >= _LANGUAGE else roles - idle for roles in kinds)
+
+
+def _groups(
+    kinds: Mapping[Roles, int], stages: Collection[Stage]
+) -> Iterator[tuple[Collection[Stage], float]]:
+    """Yields stages, alone and where workers are merged together, with the workers that serve any of them."""
+    largest = max(map(len, kinds), default=1)
+    for size in range(1, len(stages) + 1 if largest > 1 else 2):
+        for group in combinations(stages, size):
+            yield group, float(sum(num for roles, num in kinds.items() if not roles.isdisjoint(group)))
+
+
+def _sum(needs: Mapping[Stage, float], stages: Collection[Stage]) -> float:
+    return sum(needs[stage] for stage in stages)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf

@@ -13,16 +13,15 @@ the margin and the time between turns, so that no load, however it swings, makes
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import permutations
 from typing import Literal
 
-from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageTraffic, WorkerStanding
+from epd.control.elasticity.cluster import ClusterTraffic, Roles, WorkerStanding, most_needed
 from epd.control.elasticity.forecast import USABLE, Forecast, Phase, look_ahead
-from epd.topology import Stage, role_letters
+from epd.topology import Stage, closed_roles, role_letters, stages_of
 
 # Why nothing was switched, or "switch".
 Verdict = Literal[
@@ -53,8 +52,7 @@ class Switch:
 class ControllerConfig:
     """Configures when roles switch.
 
-    roles: sets of roles between which workers may change, as far as the cluster has them. A worker with
-        others keeps them; none gets roles that no other worker has, or leaves a set without a worker.
+    roles: sets of roles between which workers may change; a worker with others keeps them
     interval_s: time between two looks
     horizon_s: period over which gain and cost are weighed
     load_s: from the end of a drain to the new role, until a switch to it has shown how long it takes
@@ -209,8 +207,8 @@ class RoleController:
         self.config = config or ControllerConfig()
         self._keeps_roles = keeps_roles
         self._history = SwitchHistory(self.config.memory_s)
-        self._in_flight: dict[str, Switch] = {}
-        self._load_s: dict[Roles, float] = {}  # that the last switch to these roles took
+        self._in_flight: dict[str, tuple[Roles, Roles]] = {}  # before and after
+        self._load_s: dict[Roles, float] = {}  # that the last switch which started these stages took
         self._num_failed: dict[str, int] = {}
         self._left_alone_s: dict[str, float] = {}  # workers without switches until then
         self._quiet_until_s = float("-inf")
@@ -231,7 +229,7 @@ class RoleController:
         self._streak = None
         turns, _ = self._history.turns(now_s, decision.old_roles, decision.switch.roles)
         self._quiet_until_s = now_s + (self.config.turn_cooldown_s if turns else self.config.cooldown_s)
-        self._in_flight[decision.switch.worker] = decision.switch
+        self._in_flight[decision.switch.worker] = decision.old_roles, decision.switch.roles
         self._history.add(now_s, decision.switch.worker, decision.old_roles, decision.switch.roles)
         return decision.switch
 
@@ -240,10 +238,10 @@ class RoleController:
 
         load_s: that it took from the end of the drain, by which later switches are weighed; None: unknown
         """
-        switch = self._in_flight.pop(worker, None)
-        if switch is not None:
+        change = self._in_flight.pop(worker, None)
+        if change is not None:
             if load_s is not None:
-                self._load_s[switch.roles] = load_s
+                self._load_s[_started(*change)] = load_s
             self._num_failed.pop(worker, None)
             self._quiet_until_s = max(self._quiet_until_s, now_s + self.config.cooldown_s)
 
@@ -277,55 +275,67 @@ class RoleController:
         if now_s < self._quiet_until_s:
             left_s = self._quiet_until_s - now_s
             return Decision(now_s, "cooldown", f"{left_s:.1f} s are left since the last switch")
-        workers = list(self._candidates(now_s, traffic))
-        if not workers:
+        candidates = list(self._candidates(now_s, traffic))
+        if not candidates:
             return Decision(now_s, "no candidate", "no worker may leave its roles")
-        option = self._best(traffic, workers)
+        option = self._best(traffic, candidates)
         if option is None:
             self._streak = None
             return Decision(now_s, "no gain", "no stage has requests that wait which a worker could help")
         return self._judge(now_s, option)
 
-    def _candidates(self, now_s: float, traffic: ClusterTraffic) -> Iterator[WorkerStanding]:
-        """Yields, for each set of roles, the worker that drains soonest, if one can be spared."""
-        for roles in self.config.roles:
-            spare = [each for each in traffic.workers if each.roles == roles and self._may_leave(now_s, each)]
-            if spare and self._can_spare(traffic, roles):
-                yield min(spare, key=lambda each: (each.drain_s, each.since_s, each.name))
+    def _candidates(self, now_s: float, traffic: ClusterTraffic) -> Iterator[tuple[WorkerStanding, Roles]]:
+        """Yields, for each change of roles, the worker that is ready for it soonest, if one can be spared.
+
+        None only gives up roles: a worker's time goes to those of its stages that have work.
+        """
+        for before, after in permutations(self.config.roles, 2):
+            workers = [each for each in traffic.workers if each.roles == before]
+            spare = [each for each in workers if self._may_leave(now_s, each)]
+            if spare and not after < before and self._can_spare(traffic, before, after):
+                kept = before - closed_roles(before, after)
+                yield min(spare, key=lambda each: (each.drain_but_s(kept), each.since_s, each.name)), after
 
     def _may_leave(self, now_s: float, worker: WorkerStanding) -> bool:
         is_busy = worker.is_switching or worker.name in self._in_flight or self._keeps_roles(worker.name)
         return not is_busy and now_s >= self._left_alone_s.get(worker.name, float("-inf"))
 
-    def _can_spare(self, traffic: ClusterTraffic, roles: Roles) -> bool:
-        """Returns whether there are more workers than required; those that are switching do not count."""
+    def _can_spare(self, traffic: ClusterTraffic, before: Roles, after: Roles) -> bool:
+        """Returns whether enough workers stay for what is given up; those that are switching do not count."""
         staying = [
             each.roles
             for each in traffic.workers
             if not each.is_switching and each.name not in self._in_flight
         ]
         least = self.config.min_workers
-        has_enough = all(sum(stage in each for each in staying) > least(stage) for stage in roles)
-        return has_enough and staying.count(roles) > 1
+        closed = closed_roles(before, after)
+        return all(sum(stage in each for each in staying) > least(stage) for stage in closed)
 
-    def _best(self, traffic: ClusterTraffic, workers: Sequence[WorkerStanding]) -> _Option | None:
+    def _best(
+        self, traffic: ClusterTraffic, candidates: Sequence[tuple[WorkerStanding, Roles]]
+    ) -> _Option | None:
         """Returns the option with the largest net gain among those that help a stage where requests wait."""
         now = self._roles_after(traffic)
-        base = _ahead(self.config, traffic, [Phase(self.config.horizon_s, traffic.capacity(now.values()))])
+        base = self._ahead(traffic, [Phase(self.config.horizon_s, self._capacity(traffic, now.values()))])
         options = [
             self._weigh(traffic, base, now, worker, roles)
-            for worker in workers
-            for roles in self.config.roles
-            if roles != worker.roles
-            and roles in now.values()
-            and _waiting(base, roles - worker.roles) >= self.config.min_waiting
-            and _is_bearable(traffic, now, worker, roles)
+            for worker, roles in candidates
+            for after in ({**now, worker.name: roles},)
+            if self._waiting(traffic, base, now, after) >= self.config.min_waiting
+            and _is_bearable(traffic, now, after)
         ]
         helpful = [option for option in options if option.gain_s > 0]
         return max(helpful, key=lambda option: option.net_s, default=None)
 
+    def _waiting(
+        self, traffic: ClusterTraffic, base: Forecast, now: dict[str, Roles], after: dict[str, Roles]
+    ) -> float:
+        """Returns the most requests that wait at a stage which would have more of the workers' time."""
+        old, new = (self._capacity(traffic, roles.values()) for roles in (now, after))
+        return max((num for stage, num in base.most_waiting.items() if new[stage] > old[stage]), default=0.0)
+
     def _roles_after(self, traffic: ClusterTraffic) -> dict[str, Roles]:
-        coming = {name: switch.roles for name, switch in self._in_flight.items()}
+        coming = {name: after for name, (_, after) in self._in_flight.items()}
         return {each.name: coming.get(each.name, each.roles) for each in traffic.workers}
 
     def _weigh(
@@ -337,17 +347,17 @@ class RoleController:
         roles: Roles,
     ) -> _Option:
         """Weighs the gain and cost of giving a worker other roles, as the module docstring defines them."""
-        without = [each for name, each in now.items() if name != worker.name]
-        after = traffic.capacity([*without, roles])
-        drain_s = min(worker.drain_s, self.config.max_drain_s)
-        load_s = self._load_s.get(roles, self.config.load_s)
+        others = [each for name, each in now.items() if name != worker.name]
+        kept = worker.roles - closed_roles(worker.roles, roles)
+        drain_s = min(worker.drain_but_s(kept), self.config.max_drain_s)
+        after = self._capacity(traffic, [*others, roles])
         phases = [
-            Phase(drain_s, traffic.capacity(now.values())),
-            Phase(drain_s + load_s, traffic.capacity(without)),
+            Phase(drain_s, self._capacity(traffic, now.values())),
+            Phase(drain_s + self._loading_s(worker.roles, roles), self._capacity(traffic, others)),
             Phase(self.config.horizon_s, after),
         ]
-        at_once = _ahead(self.config, traffic, [Phase(self.config.horizon_s, after)])
-        real = _ahead(self.config, traffic, phases, worker.roles - roles)
+        at_once = self._ahead(traffic, [Phase(self.config.horizon_s, after)])
+        real = self._ahead(traffic, phases, worker.roles - roles)
         return _Option(
             Switch(worker.name, roles),
             worker.roles,
@@ -355,6 +365,18 @@ class RoleController:
             real.spent_s - at_once.spent_s,
             base.spent_s,
         )
+
+    def _loading_s(self, before: Roles, after: Roles) -> float:
+        """Returns how long the stages that a switch starts take; nothing where all of them run already."""
+        started = _started(before, after)
+        return self._load_s.get(started, self.config.load_s) if started else 0.0
+
+    def _capacity(self, traffic: ClusterTraffic, roles: Iterable[Roles]) -> Mapping[Stage, float]:
+        return traffic.capacity(roles, self.config.horizon_s)
+
+    def _ahead(self, traffic: ClusterTraffic, phases: Sequence[Phase], lost: Roles = frozenset()) -> Forecast:
+        horizon_s, cache_s = self.config.horizon_s, self.config.cache_s
+        return look_ahead(traffic, phases, horizon_s, dict.fromkeys(lost, cache_s))
 
     def _judge(self, now_s: float, option: _Option) -> Decision:
         """Returns whether the best option is good enough, and has been for long enough."""
@@ -379,42 +401,20 @@ class RoleController:
         return count + 1
 
 
-def _ahead(
-    config: ControllerConfig,
-    traffic: ClusterTraffic,
-    phases: Sequence[Phase],
-    lost: frozenset[Stage] = frozenset(),
-) -> Forecast:
-    return look_ahead(traffic, phases, config.horizon_s, dict.fromkeys(lost, config.cache_s))
+def _started(before: Roles, after: Roles) -> Roles:
+    """Returns the stages that a worker must start."""
+    return stages_of(after) - stages_of(before)
 
 
-def _waiting(outlook: Forecast, stages: frozenset[Stage]) -> float:
-    return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
-
-
-def _is_bearable(
-    traffic: ClusterTraffic, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
-) -> bool:
+def _is_bearable(traffic: ClusterTraffic, now: dict[str, Roles], after: dict[str, Roles]) -> bool:
     """Returns whether no stage would become a worse bottleneck than the present one, if any.
 
     What a stage needs now must fit the usable part of its time, what it needed in the last minutes all
     of it.
     """
-    after = traffic.capacity({**now, worker.name: roles}.values())
-    worst = _most_needed(traffic, traffic.capacity(now.values()), _peak)
-    needed_now = _most_needed(traffic, after, attrgetter("demand"))
-    return needed_now <= max(worst, USABLE) and _most_needed(traffic, after, _peak) <= max(worst, 1.0)
-
-
-def _peak(stage: StageTraffic) -> float:
-    return max(stage.demand, stage.lasting_peak)
-
-
-def _most_needed(
-    traffic: ClusterTraffic, capacity: Mapping[Stage, float], need_of: Callable[[StageTraffic], float]
-) -> float:
-    """Returns the largest share of a stage's worker time that is needed, over all stages."""
-    needed = [need_of(each) for each in traffic.stages.values()]
-    workers = [capacity[stage] for stage in traffic.stages]
-    shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)
-    return max(shares, default=0.0)
+    peaks = {stage: max(each.demand, each.lasting_peak) for stage, each in traffic.stages.items()}
+    demands = {stage: each.demand for stage, each in traffic.stages.items()}
+    worst, workers = most_needed(now.values(), peaks), after.values()
+    return most_needed(workers, demands) <= max(worst, USABLE) and most_needed(workers, peaks) <= max(
+        worst, 1.0
+    )

@@ -15,7 +15,7 @@ from epd.control.elasticity.cluster import (
     WorkerSample,
     WorkerStanding,
     damped,
-    time_share,
+    divided,
 )
 from epd.control.elasticity.rates import StageCosts
 from epd.control.recent import DecayedMean
@@ -224,9 +224,15 @@ class TrafficEstimator:
         needs = self._needs(workers)
         self._note_peaks(now_s, needs)
         stages = {}
+        known = {stage: needs.get(stage, StageNeed()) for stage in STAGES}
+        num_workers = divided(
+            (each.roles for each in workers),
+            {stage: need.share * need.request_s for stage, need in known.items()},
+        )
         for stage in STAGES:
             busy_s = sum(sample.busy_s for sample in done[stage])
-            stages[stage] = self._stage(stage, workers, needs, busy_s / elapsed_s if elapsed_s else 0.0)
+            busy = busy_s / elapsed_s if elapsed_s else 0.0
+            stages[stage] = self._stage(stage, workers, needs, num_workers[stage], busy)
         trend = self._traffic.trend
         return ClusterTraffic(
             now_s, trend.rate, trend.slope, trend.memory_s, num_waiting, stages,
@@ -275,11 +281,15 @@ class TrafficEstimator:
         return None if unit_s is None else StageNeed(share, part_s=units * unit_s)
 
     def _stage(
-        self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed], busy: float
+        self,
+        stage: Stage,
+        workers: Sequence[WorkerSample],
+        needs: Mapping[Stage, StageNeed],
+        num_workers: float,
+        busy: float,
     ) -> StageTraffic:
         """Returns the load of a stage. busy: mean number of workers at work on it since the last look."""
         need = needs.get(stage, StageNeed())
-        num_workers = sum(time_share(each.roles, stage, needs) for each in workers if stage in each.roles)
         num_requests, queued_s = self._queued(stage, workers, needs)
         trend = self._traffic.trend
         ahead = damped(trend.rate, trend.slope, trend.memory_s, _HORIZON_S)

@@ -86,7 +86,7 @@ class StageReplicas:
             )
         now, peak = _needs(traffic, self.config.clear_s, 0.0), _needs(traffic, self.config.clear_s, _SLACK)
         bound = self.config.max_replicas + 1  # one more, to say that they are not enough
-        least, most = (layout_for(traffic, each, self._wanted, bound).total() for each in (now, peak))
+        least, most = (layout_for(each, self._wanted, bound).total() for each in (now, peak))
         needs = ", ".join(f"{stage} {now[stage]:.1f}" for stage in STAGES)
         why = f"at most {USABLE:.0%} busy, the stages need {needs} workers"
         return self._count.follow(traffic.now_s, least, most, why)

@@ -10,14 +10,22 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from epd.control.elasticity.assignment import switchable_roles
 from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageNeed
-from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
-from epd.topology import STAGES, Stage
-from tests.control.elasticity.clusters import cluster, roles_of
+from epd.control.elasticity.controller import PURE_ROLES, ControllerConfig, RoleController, Switch
+from epd.topology import STAGES, Stage, parse_topology, role_letters
+from tests.control.elasticity.clusters import NEEDS, cluster, roles_of
 
 ENCODE: Roles = frozenset({"encode"})
 DECODE: Roles = frozenset({"decode"})
 MERGED: Roles = frozenset({"prefill", "decode"})
+# Prompts take longer than pictures and answers.
+LONG_PROMPTS = {
+    **NEEDS,
+    "encode": StageNeed(1.0, part_s=0.2),
+    "prefill": StageNeed(1.0, part_s=1.0),
+    "decode": StageNeed(1.0, 20.0, 0.01, 0.002),
+}
 
 
 def looks(
@@ -155,6 +163,56 @@ def test_merged_workers_are_left_alone_unless_they_may_be_broken() -> None:
     assert not looks(controller, traffic, 10)
     allowed = RoleController(ControllerConfig(roles=(ENCODE, MERGED)))
     assert looks(allowed, traffic, 10) == [Switch("e0", MERGED)]
+
+
+@pytest.mark.parametrize(
+    ("topology", "letters"),
+    [
+        ("3e1p1d", "e p d"),
+        ("1ed3ep", "e p d ed ep"),
+        ("1e1pd", "e p d pd"),
+        ("1epd1d", "e p d ed ep epd pd"),
+    ],
+)
+def test_workers_change_to_single_roles_and_to_parts_of_merged_ones(topology: str, letters: str) -> None:
+    found = switchable_roles(parse_topology(topology))
+    assert [role_letters(each) for each in found] == letters.split()
+    assert found[:3] == PURE_ROLES
+
+
+@pytest.mark.parametrize(
+    ("topology", "stage", "rate", "switches"),
+    [
+        ("1ed3ep", "decode", 0.1, {"ep>d", "ep>ed"}),  # E with D, as far as E is not needed elsewhere
+        ("1ed2p1d", "encode", 0.1, {"p>ep", "p>e", "d>ed"}),
+        ("2p2ed", "encode", 0.1, {"p>e", "p>ep"}),
+        ("2p2ed", "prefill", 0.1, {"ed>p", "ed>ep"}),
+        ("1ep1ed", "decode", 0.1, {"none"}),  # the sole worker of a stage stays
+        ("1ed1ep1d", "prefill", 0.1, {"ed>p", "ed>ep", "d>p", "d>ep"}),  # whose set nobody else has
+        ("1epd1d", "decode", 0.1, {"d>pd", "d>epd"}),  # nobody gives it answers
+        ("2e2pd", "prefill", 0.1, {"e>pd"}),  # nobody decodes what a pure one would prefill
+    ],
+)
+def test_merged_workers_switch_to_what_helps(
+    topology: str, stage: Stage, rate: float, switches: set[str]
+) -> None:
+    config = ControllerConfig(roles=switchable_roles(parse_topology(topology)))
+    workers, needs = roles_of(topology), LONG_PROMPTS if stage == "prefill" else NEEDS
+    traffic = cluster(workers, rate=rate, requests={stage: 80.0}, needs=needs)
+    found = looks(RoleController(config), traffic, 3) or [None]
+    names = {
+        "none" if each is None else f"{role_letters(workers[each.worker])}>{role_letters(each.roles)}"
+        for each in found
+    }
+    assert names <= switches
+
+
+def test_a_role_is_not_only_given_up() -> None:
+    """Without E a worker would decode no more than it does: its time goes to what it has to do."""
+    config = ControllerConfig(roles=switchable_roles(parse_topology("1d2ed1ep")))
+    needs = {**NEEDS, "decode": StageNeed(1.0, 200.0, 0.03, 0.001)}
+    traffic = cluster(roles_of("1d2ed1ep"), rate=0.8, requests={"decode": 20.0}, needs=needs)
+    assert not looks(RoleController(config), traffic, 10)
 
 
 @pytest.mark.parametrize(

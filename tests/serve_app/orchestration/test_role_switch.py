@@ -19,9 +19,8 @@ from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import EncodeGroup, Message, Reserve
 from epd.serve_app.orchestration import role_switch
 from epd.serve_app.orchestration.config import SwitchLimits
-from epd.serve_app.orchestration.role_switch import closed_roles
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles
-from epd.topology import Stage
+from epd.topology import Stage, closed_roles, stages_of
 from tests.serve_app.deployments import (
     LETTERS,
     NEVER_S,
@@ -477,6 +476,46 @@ def test_merged_roles_are_taken_apart_and_put_together(
                 assert [answer.tokens for answer in await asking] == expected
             await deployment.settle()
             assert (await deployment.service.status()).topology == "2e1p2pd1d"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("topology", "steps"),
+    [
+        ("1e1p1ed", (("p0", "ep"), ("p0", "p"), ("p0", "ep"), ("e0", "d"), ("ed0", "d"), ("e0", "ed"))),
+        ("1epd1d", (("epd0", "ep"), ("epd0", "epd"), ("d0", "ep"))),
+    ],
+)
+def test_roles_are_added_to_others_and_their_memory_freed(
+    topology: str,
+    steps: tuple[tuple[str, str], ...],
+    checkpoints: dict[str, Path],
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+) -> None:
+    """A worker of some roles has the same memory, whatever it had before."""
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], topology) as deployment:
+            used = {core.name: {core.roles: core.load().memory} for core in deployment.cores()}
+            for worker, letters in steps:
+                asking = asyncio.create_task(deployment.ask_all(questions))
+                while not any(each.is_placed for each in deployment.service.attempts.values()):
+                    await asyncio.sleep(0.002)
+                await deployment.service.switch_roles(worker, roles(letters))
+                assert [answer.tokens for answer in await asking] == expected
+                await deployment.settle()
+                core = core_of(deployment.fleet, worker)
+                assert set(core.hosted) == stages_of(roles(letters))
+                memory = core.load().memory
+                assert used[worker].setdefault(core.roles, memory) == memory
+                has_encoder, has_language = "e" in letters, letters != "e"
+                assert bool(memory.kv_bytes) == has_language
+                assert bool(memory.embedding_bytes) == (has_encoder or "p" in letters)
+            assert [answer.tokens for answer in await deployment.ask_all(questions)] == expected
+            counters = (await deployment.service.status()).counters
+            assert counters.get("retries", 0) == counters["refused"] == 0
 
     asyncio.run(run())
 
