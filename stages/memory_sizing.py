@@ -12,7 +12,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from epd.sampling_params import SamplingParams
 from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
-from epd.stages.engine.graphs import CudaGraphMaker
+from epd.stages.engine.graphs import ALL_PASSES, CudaGraphMaker, PassKind
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import (
     BLOCK_SIZE,
@@ -63,11 +63,11 @@ class LargestPasses:
     """Holds what settings allow in one pass.
 
     encode_patches: of a batch. chunk_tokens: of prefill.
-    num_captured: sequences of the largest pass of decodes that is captured, 0 where no pass is.
+    num_captured: sequences of the largest pass that is captured, 0 where none is.
     resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
     encode_beside: whether batches are encoded beside prefill.
     num_seqs: answers that grow at once, of which each has logits, and a recurrent state if the model has any.
-    captures_tower: whether small calls of the tower are captured.
+    captures: kinds of the passes that are captured, if any is, and whether small calls of the tower are.
     """
 
     encode_patches: int
@@ -76,7 +76,7 @@ class LargestPasses:
     resize_pixels: int | None = None
     encode_beside: bool = False
     num_seqs: int = 0
-    captures_tower: bool = False
+    captures: frozenset[PassKind | Literal["tower"]] = ALL_PASSES
 
 
 # What passes take of a GPU beside weights and pools, by their sizes and whether the worker encodes: kept for
@@ -256,8 +256,9 @@ def _pass_bytes(
         peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, name, device)))
     graph_bytes = 0
     if passes.num_captured and ranks is None:
-        graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
-    if tower is not None and passes.captures_tower:
+        kinds, most = frozenset(each for each in passes.captures if each != "tower"), passes.num_captured
+        graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, kinds, most))
+    if tower is not None and "tower" in passes.captures:
         graph_bytes += capture_tower(adapter, tower, passes.encode_patches, device)[1]
         _give_back()
     if graph_bytes:
@@ -310,11 +311,11 @@ def _give_back() -> None:
     torch.cuda.empty_cache()
 
 
-def _capture(model: Any, adapter: Adapter, settings: GenerationSettings, num_seqs: int) -> LanguageEngine:
-    config = SchedulerConfig(max_num_seqs=num_seqs)
-    return build_engine(
-        model, adapter, settings, options=EngineConfig(num_kv_tokens=2 * BLOCK_SIZE), config=config
-    )
+def _capture(
+    model: Any, adapter: Adapter, settings: GenerationSettings, kinds: frozenset[PassKind], num_seqs: int
+) -> LanguageEngine:
+    config, options = SchedulerConfig(max_num_seqs=num_seqs), EngineConfig(num_kv_tokens=2 * BLOCK_SIZE)
+    return build_engine(model, adapter, settings, options=options, config=config, captures=kinds)
 
 
 def _run_encode(adapter: Adapter, tower: Any, passes: LargestPasses, name: str, device: torch.device) -> None:

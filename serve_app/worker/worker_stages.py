@@ -21,7 +21,7 @@ from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.names import WeightSet
-from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES, EngineConfig
+from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.pass_limits import PassLimits
 from epd.kv.scheduling import SchedulerConfig
@@ -34,6 +34,7 @@ from epd.stages.encode.encoder import EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
+from epd.stages.engine.graphs import PassKind
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.kv_store import kv_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
@@ -132,7 +133,8 @@ class StageBuilder:
             return
         num_missing = len(missing & {"encode", "prefill"})
         language = self._language_model()
-        captures = "decode" in roles and not settings.engine.enforce_eager
+        kinds = self._captures(roles)
+        captured = self.decode_limits if "decode" in roles else self.limits
         tower = None if encoder is None else self.adapter.vision_tower(encoder)
         self._kv_tokens = measured_kv_tokens(
             language,
@@ -143,11 +145,11 @@ class StageBuilder:
             LargestPasses(
                 self._max_batch_patches,
                 self.limits.max_num_batched_tokens,
-                self.decode_limits.max_num_seqs if captures else 0,
+                captured.max_num_seqs if kinds else 0,
                 settings.max_resize_pixels,
                 settings.encode_beside,
                 max(self.limits.max_num_seqs, self.decode_limits.max_num_seqs),
-                tower is not None and self._captures(tower),
+                kinds | ({"tower"} if tower is not None and self._captures_tower(tower) else set()),
             ),
             MemoryShare(
                 settings.engine,
@@ -236,7 +238,7 @@ class StageBuilder:
 
     def _captured(self, tower: nn.Module, max_patches: int) -> nn.Module | None:
         """Returns what replays small calls of a tower, and says what it takes."""
-        if not self._captures(tower):
+        if not self._captures_tower(tower):
             return None
         found, num_bytes = capture_tower(self.adapter, tower, max_patches, self.placement.device)
         if found is not None:
@@ -244,7 +246,7 @@ class StageBuilder:
             logger.info("captured: calls of the tower of at most %d patches, %.2f GB", most, num_gb)
         return found
 
-    def _captures(self, tower: nn.Module) -> bool:
+    def _captures_tower(self, tower: nn.Module) -> bool:
         """Reports whether small calls of a tower are captured: in 16 bits on a GPU."""
         is_wide = self.placement.dtype.itemsize > 2  # whose attention has no runs of any length
         options = self.settings.engine
@@ -256,10 +258,9 @@ class StageBuilder:
         return EmbeddingReceiver(cache, pool, connector)
 
     def prefill(self, name: str, *, decodes: bool = False) -> PrefillStage:
-        """Returns the stage. decodes: whether it completes answers; only then its passes are captured."""
-        options = self.settings.engine
-        options = options if decodes else options.model_copy(update={"enforce_eager": True})
-        engine, connector = self._engine(name, self.limits, options)
+        """Returns the stage. decodes: whether it completes answers."""
+        options, roles = self.settings.engine, frozenset[Stage]({"prefill", *(["decode"] if decodes else ())})
+        engine, connector = self._engine(name, self.limits, self._captures(roles))
         if options.cache_dir is not None and self._keeps_kv(engine):
             files = kv_files(self.settings.model_path, options, engine.pools.shape, self._facts)
             layout = embedding_layout(self._language_model().config, self._embeddings_in)
@@ -283,8 +284,7 @@ class StageBuilder:
         return self.settings.enable_prefix_caching and not is_shared and not engine.kv.spec.keeps_states
 
     def decode(self, name: str) -> DecodeStage:
-        settings = self.settings
-        engine, connector = self._engine(name, self.decode_limits, settings.engine)
+        engine, connector = self._engine(name, self.decode_limits, self._captures(frozenset({"decode"})))
         return DecodeStage(engine, connector)
 
     def close(self, name: str) -> None:
@@ -332,10 +332,18 @@ class StageBuilder:
             self._ranks.close()
             self._ranks = None
 
+    def _captures(self, roles: AbstractSet[Stage]) -> frozenset[PassKind]:
+        """Returns the kinds of passes that are captured for roles: those that they have."""
+        options = self.settings.engine
+        has_chunks = "prefill" in roles or ("decode" in roles and options.draft != "none")
+        has: dict[PassKind, bool] = {"decodes": "decode" in roles, "chunks": has_chunks}
+        return frozenset(kind for kind, is_there in has.items() if is_there and not options.enforce_eager)
+
     def _engine(
-        self, name: str, scheduler: SchedulerConfig, options: EngineConfig
+        self, name: str, scheduler: SchedulerConfig, captures: frozenset[PassKind]
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
+        options = settings.engine
         sizes = self._kv_tokens, BLOCK_SIZE, settings.num_kv_pools
         limits = scheduler.max_num_seqs, scheduler.max_chunk_tokens
         shape = kv_shape(model, *sizes, *limits, int8_values=options.int8_values)
@@ -353,6 +361,7 @@ class StageBuilder:
             config=scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
             ranks=ranks,
+            captures=captures,
         )
         return engine, connector
 

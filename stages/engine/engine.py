@@ -216,7 +216,7 @@ class LanguageEngine:
 
     @property
     def has_graphs(self) -> bool:
-        """Returns whether decodes replay passes that were captured."""
+        """Returns whether passes that were captured are replayed."""
         return self._runner.num_spare_blocks > 0
 
     def has_work(self) -> bool:

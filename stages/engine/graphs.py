@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,11 @@ _LASTING = 16
 _INT32_BYTES = 4
 # Makes logits [B, V] of token ids, int64 [B], and positions, int64 [rows, B], by the plans of layer groups.
 Compute = Callable[[Tensor, Tensor, Sequence[AttentionPlan]], Tensor]
+
+
+# Passes of one token of each of some requests, and any others.
+PassKind = Literal["decodes", "chunks"]
+ALL_PASSES: frozenset[PassKind] = frozenset({"decodes", "chunks"})
 
 
 class GraphMaker(Protocol):
@@ -89,6 +94,7 @@ class Capturing:
     maker: GraphMaker
     max_num_seqs: int
     max_tokens: int
+    kinds: frozenset[PassKind] = ALL_PASSES
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ class ModelRunner:
     @property
     def num_spare_blocks(self) -> int:
         """Returns how many blocks of each pool no request may get: the last ones."""
-        return 0 if self._graphs is None else 1
+        return 0 if self._graphs is None and self._chunk_graphs is None else 1
 
     @torch.inference_mode()
     def _warm_up(self, num_heads: int) -> None:
@@ -170,16 +170,18 @@ class ModelRunner:
         rows, most = decoder.num_position_rows, self._max_positions
         shape = PassShape.of(self.pools, self._heads, rows, num_seqs, most)
         try:
-            decodes = DecodeGraphs(maker, self._decoded, shape, self._device)
+            has_decodes, has_chunks = (kind in capturing.kinds for kind in ("decodes", "chunks"))
+            decodes = DecodeGraphs(maker, self._decoded, shape, self._device) if has_decodes else None
             hidden = self._embed(torch.zeros(sizes[-1], dtype=torch.int64, device=self._device))
-            chunks = ChunkGraphs(maker, self._layered, shape, hidden, self._num_deepstack, sizes)
+            of_chunks = shape, hidden, self._num_deepstack, sizes
+            chunks = ChunkGraphs(maker, self._layered, *of_chunks) if has_chunks else None
         except torch.OutOfMemoryError:
             raise
         except Exception:
             logger.warning("passes could not be captured; they are as with enforce_eager", exc_info=True)
             return None, None
-        text, most = "captured: decodes of at most %d requests, other passes of at most %d tokens", sizes[-1]
-        logger.info(text, graph_sizes(num_seqs)[-1], most)
+        most_seqs, most_tokens = graph_sizes(num_seqs)[-1] if decodes else 0, sizes[-1] if chunks else 0
+        logger.info("captured: %d decodes at most, other passes of %d tokens", most_seqs, most_tokens)
         return decodes, chunks
 
     def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:

@@ -26,7 +26,7 @@ from epd.sampling_params import SamplingParams
 from epd.stages.attention.support import adds_embeddings
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
-from epd.stages.engine.graphs import Capturing, CudaGraphMaker, GraphMaker
+from epd.stages.engine.graphs import ALL_PASSES, Capturing, CudaGraphMaker, GraphMaker, PassKind
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
 from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import Segment, visual_of
@@ -95,12 +95,13 @@ def build_engine(
     by_modules: bool = False,
     ranks: RankGroup | None = None,
     graphs: GraphMaker | None = None,
+    captures: frozenset[PassKind] = ALL_PASSES,
 ) -> LanguageEngine:
     """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
 
     by_modules: see `ModelRunner`.
     ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
-    graphs: captures them, by default on a GPU alone; ranks are not captured.
+    graphs: makes graphs of the passes in `captures`, by default on a GPU alone; ranks are not captured.
     """
     config = config or DEFAULT_SCHEDULER
     if pools is None:
@@ -115,7 +116,7 @@ def build_engine(
             adapter,
             pools,
             by_modules=by_modules or options.model_impl == "transformers",
-            capturing=None if options.enforce_eager else _capturing(model, config, graphs),
+            capturing=None if options.enforce_eager else _capturing(model, config, graphs, captures),
         )
     else:
         ranks.tell(pools.shape)
@@ -138,12 +139,16 @@ def _is_on_gpu(model: Any) -> bool:
     return device_of(model).type != "cpu"
 
 
-def _capturing(model: Any, config: SchedulerConfig, maker: GraphMaker | None) -> Capturing | None:
+def _capturing(
+    model: Any, config: SchedulerConfig, maker: GraphMaker | None, kinds: frozenset[PassKind]
+) -> Capturing | None:
     """Returns which passes are captured where the model is; None where nothing can be."""
     weight = model.get_input_embeddings().weight
     if maker is None and uses_kernels(weight):
         maker = CudaGraphMaker(weight.device)
-    return None if maker is None else Capturing(maker, config.max_num_seqs, config.max_num_batched_tokens)
+    if maker is None:
+        return None
+    return Capturing(maker, config.max_num_seqs, config.max_num_batched_tokens, kinds)
 
 
 def _num_token_ids(model: Any) -> int:

@@ -156,6 +156,21 @@ def test_tokens_equal_generate(
     assert {2, 3, 4, 5} <= set(watched.batches), "batches were meant to be padded, and not to be"
 
 
+@pytest.mark.parametrize(("kind", "num_captured"), [("decodes", 7), ("chunks", len(CHUNK_SIZES))])
+def test_a_worker_with_one_kind_of_passes_captures_these(
+    subjects: Callable[[str], Subject], kind: str, num_captured: int, watched: Watched
+) -> None:
+    """Those of the other kind give the same tokens."""
+    subject, graphs = subjects("qwen2_5_vl"), Repeats()
+    engine = captured(subject, graphs, captures=frozenset({kind}), async_scheduling=True)
+    prompts = subject.mix(3)
+    assert Drive(engine, seed=5).run(prompts) == {name: each.expected for name, each in prompts.items()}
+    assert graphs.num_captured == num_captured
+    assert graphs.replays == len(watched.batches) + len(watched.chunks) > 3
+    assert bool(watched.batches) == (kind == "decodes")
+    assert engine.kv.spec.num_blocks == (2048 // 16 - 1,), "the last block is nobody's"
+
+
 def test_questions_about_one_video_replay_the_pass_that_reads_it_once(
     subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch, watched: Watched
 ) -> None:
