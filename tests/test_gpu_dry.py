@@ -51,6 +51,8 @@ def test_the_dry_run_ends_well_without_video_and_serving(tmp_path: Path) -> None
     assert all(results[name]["rows"] and not results[name]["problem"] for name in SECTIONS)
     checked = {row["kernel"] for row in results["kernels"]["rows"]}
     assert checked >= {f"{num_rows} rows by experts of a tiny model" for num_rows in TINY.checked_expert_rows}
+    answered = {row["checkpoint"] for row in results["tokens"]["rows"]}
+    assert answered == {*TINY.checked, *(f"tiny {name}" for name in TINY.checked_families)}
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert all(f"## {section.title}\n" in page for section in SECTIONS.values())
 

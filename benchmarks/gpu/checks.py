@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_p
 from epd.stages.kernels.scaled_values import scaled, unscaled
 from epd.stages.loading.quantized_linear import Fp8Kind, Fp8Product, QuantizedProduct, fp8_kinds
 from epd.types import ceil_div
+from tests.encoders import tiny_generic
 from tests.encoders.families import Clip, Family, Media, Picture
+from tests.encoders.tiny_gemma import GEMMA4_EXPERTS
 from tests.models import shrunk
 from tests.models.published import PUBLISHED
 from tests.stages.decoder.quantized_matrices import fp8_matrix, in_float64, int4_matrix, moved
@@ -50,6 +53,12 @@ _LONG_SEGMENTS, _FAR_ELEMENTS = ((1, 43_200), (64, 43_200)), 2**31
 _ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Tokens that are compared in a type other than float32.
 _NUM_IN_TYPE = 16
+# Of three of four layers states; windows, with experts beside the MLP; experts, with heads rotated in part.
+_FAMILIES = {
+    "qwen3_5_moe": tiny_generic.build_qwen3_5_moe,
+    "gemma4": partial(tiny_generic.build_gemma4, seed=1, **GEMMA4_EXPERTS),
+    "glm4v_moe": tiny_generic.build_glm4v_moe,
+}
 _QUESTIONS = ("What colour is the shape?", "How many shapes are there?", "Is there a red circle?")
 _PATCHES = PatchSpec(14, 2, 2, (122.77, 116.75, 104.09), (68.5, 66.63, 70.32), 3)
 
@@ -202,9 +211,16 @@ def tokens(setup: Setup) -> Iterator[Row]:
     torch.backends.cudnn.allow_tf32 = False
     for name in setup.sizes.checked:
         path = shrunk_checkpoint(name, setup.folder)
-        family = Family.load(PUBLISHED[name].config["model_type"], path)
-        compared = _Compared(name, family, _settings(setup, path, "float32"), setup.sizes.num_tokens)
-        yield from compared.rows(_cases(family))
+        yield from _tokens_of(setup, name, PUBLISHED[name].config["model_type"], path)
+    for name in setup.sizes.checked_families:
+        path = _with_positions(_FAMILIES[name](setup.folder / name))
+        yield from _tokens_of(setup, f"tiny {name}", name, path)
+
+
+def _tokens_of(setup: Setup, name: str, model_type: str, path: Path) -> Iterator[Row]:
+    family = Family.load(model_type, path)
+    compared = _Compared(name, family, _settings(setup, path, "float32"), setup.sizes.num_tokens)
+    yield from compared.rows(_cases(family))
 
 
 def tokens_in_type(setup: Setup) -> Iterator[Row]:
@@ -220,7 +236,10 @@ def tokens_in_type(setup: Setup) -> Iterator[Row]:
 
 def shrunk_checkpoint(name: str, folder: Path) -> Path:
     """A shrunk checkpoint with the positions of the installed transformers, which the reference has."""
-    path = shrunk.build(name, folder / name)
+    return _with_positions(shrunk.build(name, folder / name))
+
+
+def _with_positions(path: Path) -> Path:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     (path / "config.json").write_text(
         json.dumps(config | {"position_layout": "transformers"}), encoding="utf-8"

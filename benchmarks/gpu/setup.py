@@ -22,6 +22,7 @@ class Sizes:
     """How large everything is.
 
     checked: published checkpoints that are shrunk and answer in every type.
+    checked_families: tiny checkpoints of families with layers of several kinds, which answer in float32.
     num_tokens: of each answer that is compared.
     measured: the published checkpoint that is measured, at full size if is_full.
     decode_batches, decode_contexts: requests at once, and tokens before each next one.
@@ -40,6 +41,7 @@ class Sizes:
     """
 
     checked: tuple[str, ...]
+    checked_families: tuple[str, ...]
     num_tokens: int
     measured: str
     is_full: bool
@@ -76,6 +78,7 @@ FULL = Sizes(
         "LLaVA-OneVision-7B",
         "SmolVLM2-2.2B",
     ),
+    checked_families=("qwen3_5_moe", "gemma4", "glm4v_moe"),
     num_tokens=16,
     measured="Qwen2.5-VL-7B",
     is_full=True,
@@ -109,6 +112,7 @@ FULL = Sizes(
 )
 TINY = Sizes(
     checked=("Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B"),
+    checked_families=("qwen3_5_moe",),
     num_tokens=4,
     measured="Qwen2.5-VL-7B",
     is_full=False,
