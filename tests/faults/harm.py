@@ -26,8 +26,6 @@ _SWITCHED: tuple[frozenset[Stage], ...] = (
     frozenset({"decode"}),
     frozenset({"encode", "prefill"}),
     frozenset({"prefill", "decode"}),
-    frozenset({"encode", "decode"}),
-    frozenset({"encode", "prefill", "decode"}),
 )
 _ASKED = re.compile(r"/ask(\d+)[#/]")
 
