@@ -26,6 +26,9 @@ _SWITCHED: tuple[frozenset[Stage], ...] = (
     frozenset({"decode"}),
     frozenset({"encode", "prefill"}),
     frozenset({"prefill", "decode"}),
+)
+_MERGED: tuple[frozenset[Stage], ...] = (
+    *_SWITCHED,
     frozenset({"encode", "decode"}),
     frozenset({"encode", "prefill", "decode"}),
 )
@@ -116,7 +119,8 @@ class Harm:
     def _switch(self, fault: Fault) -> None:
         world = self._world
         part, worker = _chosen(world.fronts, fault.other), _chosen(world.workers(), fault.target)
-        roles = _SWITCHED[int(fault.other * 1000) % len(_SWITCHED)]
+        sets = _MERGED if self._plan.aim == "merged roles" else _SWITCHED
+        roles = sets[int(fault.other * 1000) % len(sets)]
         front = part.front
         assert front is not None
 

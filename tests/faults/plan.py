@@ -164,6 +164,8 @@ AIMS: Mapping[str, Aim] = MappingProxyType({
                          ("nobody", "nobody", "itself"), ("prefill",), ("1e1p2d", "1e1p3d"),
                          num_faults=(6, 10), num_kinds=(2,), max_nth=4),
 })  # fmt: skip
+# Newer aims are only drawn if they are asked for: the plans of seeds stay as they are.
+_AIMS_OF_SEEDS = tuple(name for name in AIMS if name != "merged roles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,7 @@ def size_of(seed: int) -> str:
 def drawn(seed: int, num_pool: int, aim: str = "", size: str = "large") -> FaultPlan:
     """Draws a plan. num_pool: questions to choose from. aim: by default the seed's own."""
     rng = Random(f"{seed} plan")
-    own = "anything" if rng.random() < 0.5 else rng.choice(list(AIMS))
+    own = "anything" if rng.random() < 0.5 else rng.choice(_AIMS_OF_SEEDS)
     aim, bounds = aim or own, SIZES[size]
     aimed = _bounded(AIMS[aim], bounds)
     weights = aimed.weights
