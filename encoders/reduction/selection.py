@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from epd.encoders.adapter import Embeddings, concatenated
 from epd.encoders.device import all_to_host, arrays_to_device, to_device, to_host
 from epd.encoders.plans import MediaItem
 from epd.encoders.reduction.merging import MergedNeighbours, means
-from epd.encoders.reduction.method import Dropping, ItemOutline, Method
 from epd.reduction import QUESTION_METHODS, SELECTION_METHODS, KeptCells, ReductionPolicy, Window
 from epd.types import BoolArray, Int64Array
 
@@ -30,6 +30,52 @@ _REPETITION, _TURN_UNITS = 0.7, 8.0
 _SHARPNESS = 16
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine
 _TINY = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOutline:
+    """Says what is known of an item before its units come.
+
+    grid: tokens of a unit, (height, width).
+    is_one_window: whether one window is all of it.
+    surviving_share: of what is kept of it, the share that is left once a question is computed.
+    """
+
+    grid: tuple[int, int] = (1, 1)
+    is_one_window: bool = False
+    surviving_share: float = 1.0
+
+
+class Method(Protocol):
+    """Selects tokens, with a state of one reading."""
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        """Returns int64 [k], ascending, of the window's tokens, on the host: it places them in the prompt.
+
+        units: [U, S, C], of the next window.
+        """
+        ...
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Returns the rows [k, C] that replace the window's rows [U * S, C] at the chosen places.
+
+        chosen: what `choose` has returned, on the device of the rows.
+        """
+        ...
+
+    def is_key(self, chosen: Tensor) -> Tensor:
+        """Marks those of the last window's chosen tokens, int64 [k], that no question may drop: bool [k]."""
+        ...
+
+
+class Dropping:
+    """Drops the tokens that are not chosen."""
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        return rows[chosen]
+
+    def is_key(self, chosen: Tensor) -> Tensor:
+        return torch.zeros(len(chosen), dtype=torch.bool)
 
 
 class Balanced(Dropping):
