@@ -9,7 +9,7 @@ from epd.encoders.reduction.reading import (
     windows_of,
     without_keys,
 )
-from epd.encoders.reduction.reducer import Kept, TokenReducer, kept_cells
+from epd.encoders.reduction.selection import Kept, TokenReducer, kept_cells
 
 __all__ = [
     "ItemReduction",

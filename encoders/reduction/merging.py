@@ -21,7 +21,7 @@ _DROPPED = -1
 
 
 class MergedNeighbours:
-    """Merges neighbours: see `epd.encoders.reduction.method.Method`. Keeps no state of earlier windows."""
+    """Merges neighbours: see `epd.encoders.reduction.selection.Method`. Keeps no state of earlier windows."""
 
     def __init__(self, height: int, width: int) -> None:
         """Takes the number of tokens of a unit each way, in raster order."""

@@ -28,7 +28,7 @@ from epd.encode.encoder_cache import GroupSpec
 from epd.encoders.adapter import Embeddings, concatenated
 from epd.encoders.groups import MediaGroup, cut
 from epd.encoders.plans import MediaItem, MediaPlan, PromptPlan, PromptReduction
-from epd.encoders.reduction.reducer import TokenReducer
+from epd.encoders.reduction.selection import TokenReducer
 from epd.errors import RequestError
 from epd.reduction import SELECTION_METHODS, WINDOW_TOKENS, ReductionPolicy, Window, plan_windows
 from epd.types import BoolArray, Int64Array, PlaceholderRange

@@ -1,23 +1,28 @@
 """Selects the visual tokens of a window to keep, from the window and the past of its item alone.
 
+`TokenReducer` takes the units of one item, and gives the kept tokens window by window.
+
 Shapes: U units of the window, S tokens of a unit, in raster order, C channels, k tokens to keep.
 No method sees a question or an attention map, so what is kept serves every question, and fast kernels stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from epd.encoders.adapter import Embeddings, concatenated
 from epd.encoders.device import all_to_host, arrays_to_device, to_device, to_host
+from epd.encoders.plans import MediaItem
 from epd.encoders.reduction.merging import MergedNeighbours, means
-from epd.encoders.reduction.method import Dropping, ItemOutline, Method
-from epd.reduction import QUESTION_METHODS, SELECTION_METHODS
-from epd.types import Int64Array
+from epd.reduction import QUESTION_METHODS, SELECTION_METHODS, KeptCells, ReductionPolicy, Window
+from epd.types import BoolArray, Int64Array
 
 _LEAST_VALUE = 0.2
 _CHANGE, _MOST_CHANGE = 0.5, 1.0
@@ -25,6 +30,52 @@ _REPETITION, _TURN_UNITS = 0.7, 8.0
 _SHARPNESS = 16
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine
 _TINY = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOutline:
+    """Says what is known of an item before its units come.
+
+    grid: tokens of a unit, (height, width).
+    is_one_window: whether one window is all of it.
+    surviving_share: of what is kept of it, the share that is left once a question is computed.
+    """
+
+    grid: tuple[int, int] = (1, 1)
+    is_one_window: bool = False
+    surviving_share: float = 1.0
+
+
+class Method(Protocol):
+    """Selects tokens, with a state of one reading."""
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        """Returns int64 [k], ascending, of the window's tokens, on the host: it places them in the prompt.
+
+        units: [U, S, C], of the next window.
+        """
+        ...
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Returns the rows [k, C] that replace the window's rows [U * S, C] at the chosen places.
+
+        chosen: what `choose` has returned, on the device of the rows.
+        """
+        ...
+
+    def is_key(self, chosen: Tensor) -> Tensor:
+        """Marks those of the last window's chosen tokens, int64 [k], that no question may drop: bool [k]."""
+        ...
+
+
+class Dropping:
+    """Drops the tokens that are not chosen."""
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        return rows[chosen]
+
+    def is_key(self, chosen: Tensor) -> Tensor:
+        return torch.zeros(len(chosen), dtype=torch.bool)
 
 
 class Balanced(Dropping):
@@ -217,3 +268,108 @@ def new_method(name: str, item: ItemOutline) -> Method:
     name: one of SELECTION_METHODS and QUESTION_METHODS.
     """
     return _METHODS[name](item)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Holds the language model's input of one window: the k kept tokens, or all where it chooses itself.
+
+    indices: int64 [k], ascending, of the tokens of the whole item.
+    is_key: bool [k], those that no question may drop.
+    """
+
+    window: int
+    embeddings: Embeddings
+    indices: Int64Array
+    is_key: BoolArray
+
+
+def kept_cells(item: MediaItem, kept: Sequence[Kept]) -> KeptCells:
+    """Returns which tokens are kept of consecutive windows, without those that show no part of a picture."""
+    start, stop = item.windows[kept[0].window].start, item.windows[kept[-1].window].stop
+    grid = _token_grid(item)
+    is_kept = np.zeros((stop - start) * grid[0] * grid[1], dtype=bool)
+    places = np.concatenate([each.indices for each in kept]) - start * grid[0] * grid[1]
+    is_kept[places[places < len(is_kept)]] = True
+    bits = np.packbits(is_kept).tobytes()
+    return KeptCells((start, stop), item.plan.frames_per_unit, grid, bits)
+
+
+class TokenReducer:
+    """Holds the state of one item, whose units must arrive in order and without gaps."""
+
+    def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
+        """Takes an item of a reduced prompt, whose windows may be those of some of its readings alone."""
+        self._policy = policy
+        self._outline = _outline(policy, item)
+        self._method: Method | None = None
+        self._windows = item.windows
+        self._next = 0  # window
+        self._num_before = _num_before(item)  # tokens of the windows before it
+        self._rest: Embeddings | None = None  # what has come of it
+
+    def push(self, embeddings: Embeddings) -> Iterator[Kept]:
+        """Takes the tokens of the next whole units; returns what is kept of the windows they complete."""
+        if self._rest is not None:
+            embeddings = concatenated([self._rest, embeddings])
+        start = 0
+        while self._next < len(self._windows):
+            window = self._windows[self._next]
+            if len(embeddings) - start < window.num_tokens:
+                break
+            stop = start + window.num_tokens
+            yield self._reduce(window, embeddings.cut(start, stop))
+            start = stop
+            self._num_before += window.num_tokens
+            self._next += 1
+        self._rest = embeddings.cut(start, len(embeddings)) if start < len(embeddings) else None
+
+    def _reduce(self, window: Window, embeddings: Embeddings) -> Kept:
+        indices = self._num_before + np.arange(window.num_tokens)
+        if window.begins_reading and not window.is_in_prefill:
+            self._method = new_method(self._policy.method, self._outline)
+        method = self._method
+        if method is None:
+            return Kept(self._next, embeddings, indices, np.zeros(len(indices), dtype=bool))
+        regular = window.num_tokens - window.num_extra
+        rows = embeddings.rows[:regular]
+        units = rows.view(window.stop - window.start, -1, rows.shape[1])
+        kept = method.choose(units, window.num_kept - window.num_extra)
+        chosen = to_device(kept, rows.device)
+
+        def reduced(rows: Tensor) -> Tensor:
+            return torch.cat([method.merge(rows[:regular], chosen), rows[regular:]])
+
+        places = np.concatenate([indices[:regular][kept.numpy()], indices[regular:]])
+        return Kept(self._next, embeddings.mapped(reduced), places, _key_set(method, kept, len(places)))
+
+
+def _key_set(method: Method, kept: Tensor, num_kept: int) -> BoolArray:
+    """Marks the key set among what is kept; tokens behind the units are none of it."""
+    is_key = np.zeros(num_kept, dtype=bool)
+    is_key[: len(kept)] = method.is_key(kept).numpy()
+    return is_key
+
+
+def _outline(policy: ReductionPolicy, item: MediaItem) -> ItemOutline:
+    first = item.windows[0]
+    is_one_window = first.stop - first.start == item.plan.num_units
+    return ItemOutline(_token_grid(item), is_one_window, policy.surviving_share)
+
+
+def _num_before(item: MediaItem) -> int:
+    """Returns the tokens of the item before its first window."""
+    first = item.windows[0]
+    return first.start * ((first.num_tokens - first.num_extra) // (first.stop - first.start))
+
+
+def _token_grid(item: MediaItem) -> tuple[int, int]:
+    """Returns the tokens of a unit each way, shaped like its patches; one row if they make no such grid.
+
+    Tokens behind the units, such as the newline of LLaVA-OneVision, are none of a unit's.
+    """
+    window, grid = item.windows[0], item.plan.grid
+    num_tokens = (window.num_tokens - window.num_extra) // (window.stop - window.start)
+    height = round((num_tokens * grid.h / grid.w) ** 0.5)
+    width = num_tokens // max(height, 1)
+    return (height, width) if height * width == num_tokens else (1, num_tokens)

@@ -11,9 +11,10 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from epd import video
 from epd.control.recent import Recent
@@ -30,6 +31,7 @@ from epd.serve_app.fair_threads import FairThreads
 from epd.serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from epd.serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, refusing_when_full
 from epd.serve_app.service import FetchedItem, MediaReference
+from epd.stages.media import PlannedMedia
 from epd.types import MediaKind, UInt8Array, content_hash
 from epd.video import FetchPolicy, FileIdentity
 
@@ -121,6 +123,25 @@ class KnownFiles:
         found = self._hashes.get(file.identity) or content_hash(file.source)
         self._hashes.set(file.identity, found)
         return found
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """The media of one request.
+
+    files: of its references, in order; None until all are there
+    incoming: a medium that is not complete yet
+    tasks: fetching or planning them
+    streams: ids of those opened
+    """
+
+    owner: str
+    folder: RequestFolder
+    files: tuple[FetchedFile, ...] | None = None
+    incoming: IncomingFile | None = None
+    images: dict[int, PlannedMedia] = field(default_factory=dict)
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+    streams: set[str] = field(default_factory=set)
 
 
 class MediaSpool:

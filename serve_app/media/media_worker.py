@@ -33,8 +33,7 @@ from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from epd.serve_app.media.image_planner import ImagePlanner, picture_of
 from epd.serve_app.media.media_processes import MediaProcesses
-from epd.serve_app.media.media_spool import FetchedFile, IncomingFile, MediaSpool, SpoolLimits
-from epd.serve_app.media.spool_files import RequestFolder
+from epd.serve_app.media.media_spool import FetchedFile, Hold, MediaSpool, SpoolLimits
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     CompressVideo,
@@ -51,7 +50,6 @@ from epd.serve_app.media_messages import (
 )
 from epd.serve_app.messages import DropOwner, Message, WorkerLoad, owner_of
 from epd.serve_app.service import FetchedItem, HeldItem, MediaReference
-from epd.stages.media import PlannedMedia
 from epd.types import UInt8Array
 from epd.video import FetchPolicy
 
@@ -86,25 +84,6 @@ class MediaSettings:
     opens_early: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class _Hold:
-    """The media of one request.
-
-    files: of its references, in order; None until all are there
-    incoming: a medium that is not complete yet
-    tasks: fetching or planning them
-    streams: ids of those opened
-    """
-
-    owner: str
-    folder: RequestFolder
-    files: tuple[FetchedFile, ...] | None = None
-    incoming: IncomingFile | None = None
-    images: dict[int, PlannedMedia] = field(default_factory=dict)
-    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
-    streams: set[str] = field(default_factory=set)
-
-
 class MediaWorker:
     """Handles the messages to one media worker. May be called from any thread."""
 
@@ -124,7 +103,7 @@ class MediaWorker:
             opens_early=settings.opens_early,
         )
         self._frames = FrameReader(self._open)
-        self._holds: dict[str, _Hold] = {}
+        self._holds: dict[str, Hold] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
         self._is_closed = False
         self._lock = threading.Lock()  # of the three above, and of each hold's streams
@@ -245,13 +224,13 @@ class MediaWorker:
         """Returns the file of a medium. Raises UnavailableError for one that is not held here."""
         return self._files_of(self._held(item.hold))[item.item]
 
-    def _held(self, name: str) -> _Hold:
+    def _held(self, name: str) -> Hold:
         hold = self._holds.get(name)
         if hold is None:
             raise NotHeldError("the media are not held by this worker; fetch them again")
         return hold
 
-    def _files_of(self, hold: _Hold) -> tuple[FetchedFile, ...]:
+    def _files_of(self, hold: Hold) -> tuple[FetchedFile, ...]:
         if hold.files is None:
             raise NotHeldError("the media have not been fetched yet; wait for them")
         return hold.files
@@ -280,14 +259,14 @@ class MediaWorker:
         hold.files = files
         return tuple(each.found for each in files)
 
-    def _new_hold(self, name: str, owner: str, *, is_copy: bool = False) -> _Hold:
+    def _new_hold(self, name: str, owner: str, *, is_copy: bool = False) -> Hold:
         with self._lock:
             if name in self._released or name in self._holds:
                 raise CancelledError(f"the hold '{name}' is not new; fetch under another name")
-            hold = self._holds[name] = _Hold(owner, self._spool.new_folder(is_copy=is_copy))
+            hold = self._holds[name] = Hold(owner, self._spool.new_folder(is_copy=is_copy))
             return hold
 
-    async def _in_hold(self, hold: _Hold, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _in_hold(self, hold: Hold, work: Coroutine[Any, Any, Any]) -> Any:
         """Awaits work that ends when the hold is released."""
         task = asyncio.ensure_future(work)
         hold.tasks[task] = None
@@ -351,7 +330,7 @@ class MediaWorker:
         for name in [name for name, hold in self._holds.items() if hold.owner == owner]:
             await self._release(name)
 
-    def _drop(self, hold: _Hold) -> None:
+    def _drop(self, hold: Hold) -> None:
         """Frees everything that a hold has. May be called again."""
         with self._lock:
             for name in [name for name, each in self._holds.items() if each is hold]:

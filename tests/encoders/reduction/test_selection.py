@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from epd.encoders import Embeddings, Grid, MediaItem, MediaPlan
 from epd.encoders.groups import _units
 from epd.encoders.reduction import Kept, TokenReducer
-from epd.encoders.reduction.method import ItemOutline
-from epd.encoders.reduction.selection import Balanced, Funnel, UniformPooling, new_method
+from epd.encoders.reduction.selection import Balanced, Funnel, ItemOutline, UniformPooling, new_method
 from epd.errors import RequestError
 from epd.reduction import QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy, Window, plan_windows
 from epd.types import PlaceholderRange
