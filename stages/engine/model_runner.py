@@ -111,18 +111,16 @@ class ModelRunner:
         self._ids_read = ids_read(model.config, self._device)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._max_positions: int = model.get_decoder().config.max_position_embeddings
-        windows = [group.window for group in pools.shape.groups]
-        config = model.get_decoder().config
+        windows, config = [group.window for group in pools.shape.groups], model.get_decoder().config
         self._kinds = [GroupKind(window, attends_both_ways(config, window)) for window in windows]
         self.attends_both_ways = any(kind.is_both_ways for kind in self._kinds)
         self._adds = adds_embeddings(config)
         self.draft_head = DraftHead.of(model, pools.groups[0].layer(-1))
         # Of each layer, its group, the first for one without attention, and its caches.
-        self._groups, self._caches = layer_places(model.get_decoder().config, pools)
-        num_heads = model.get_decoder().config.num_attention_heads
-        self._heads = [DeviceHeads.of(pool.layer(0)[0], num_heads) for pool in pools.groups]
+        self._groups, self._caches = layer_places(config, pools)
+        self._heads = [DeviceHeads.of(pool.layer(0)[0], config.num_attention_heads) for pool in pools.groups]
         if uses_kernels(pools.memory):
-            self._warm_up(num_heads)
+            self._warm_up(config.num_attention_heads)
         self._num_deepstack = num_deepstack(model.config)
         self._graphs, self._chunk_graphs = self._captured(capturing)
 
@@ -166,9 +164,9 @@ class ModelRunner:
         decoder = self._decoder
         if capturing is None or not isinstance(decoder, FusedDecoder) or decoder.waits:
             return None, None
-        maker, num_seqs, sizes = capturing.maker, capturing.max_num_seqs, chunk_sizes(capturing.max_tokens)
-        rows, most = decoder.num_position_rows, self._max_positions
-        shape = PassShape.of(self.pools, self._heads, rows, num_seqs, most)
+        maker, sizes = capturing.maker, chunk_sizes(capturing.max_tokens)
+        num_seqs, most = capturing.max_num_seqs, self._max_positions
+        shape = PassShape.of(self.pools, self._heads, decoder.num_position_rows, num_seqs, most)
         try:
             has_decodes, has_chunks = (kind in capturing.kinds for kind in ("decodes", "chunks"))
             decodes = DecodeGraphs(maker, self._decoded, shape, self._device) if has_decodes else None

@@ -14,7 +14,7 @@ the margin and the time between turns, so that no load, however it swings, makes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
@@ -197,6 +197,58 @@ class SwitchHistory:
         return count, other_s
 
 
+class _Weighing:
+    """Weighs switches at one look. now: roles by worker. load_s: seconds by the stages that are started."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        traffic: ClusterTraffic,
+        now: Mapping[str, Roles],
+        load_s: Mapping[Roles, float],
+    ) -> None:
+        self._config, self._traffic, self._now, self._load_s = config, traffic, now, load_s
+        self._capacity_now = self._capacity(now.values())
+        self._base = self._ahead([Phase(config.horizon_s, self._capacity_now)])
+
+    def may_help(self, worker: WorkerStanding, roles: Roles) -> bool:
+        """Returns whether a stage where requests wait gets more of the workers' time, and all bear it."""
+        after = {**self._now, worker.name: roles}
+        capacity, before = self._capacity(after.values()), self._capacity_now
+        waiting = (num for each, num in self._base.most_waiting.items() if capacity[each] > before[each])
+        return max(waiting, default=0.0) >= self._config.min_waiting and _is_bearable(
+            self._traffic, self._now.values(), after.values()
+        )
+
+    def option(self, worker: WorkerStanding, roles: Roles) -> _Option:
+        """Weighs the gain and cost of giving a worker other roles, as the module docstring defines them."""
+        others = [each for name, each in self._now.items() if name != worker.name]
+        kept = worker.roles - closed_roles(worker.roles, roles)
+        drain_s = min(worker.drain_but_s(kept), self._config.max_drain_s)
+        after = Phase(self._config.horizon_s, self._capacity([*others, roles]))
+        phases = [
+            Phase(drain_s, self._capacity_now),
+            Phase(drain_s + self._loading_s(worker.roles, roles), self._capacity(others)),
+            after,
+        ]
+        at_once_s = self._ahead([after]).spent_s
+        cost_s = self._ahead(phases, worker.roles - roles).spent_s - at_once_s
+        base_s = self._base.spent_s
+        return _Option(Switch(worker.name, roles), worker.roles, base_s - at_once_s, cost_s, base_s)
+
+    def _loading_s(self, before: Roles, after: Roles) -> float:
+        """Returns how long the stages that a switch starts take; nothing where all of them run already."""
+        started = _started(before, after)
+        return self._load_s.get(started, self._config.load_s) if started else 0.0
+
+    def _capacity(self, roles: Iterable[Roles]) -> Mapping[Stage, float]:
+        return self._traffic.capacity(roles, self._config.horizon_s)
+
+    def _ahead(self, phases: Sequence[Phase], lost: Roles = frozenset()) -> Forecast:
+        lost_s = dict.fromkeys(lost, self._config.cache_s)
+        return look_ahead(self._traffic, phases, self._config.horizon_s, lost_s)
+
+
 class RoleController:
     """Decides on switches every config.interval_s. A switch is in flight until its end is reported."""
 
@@ -315,68 +367,14 @@ class RoleController:
         self, traffic: ClusterTraffic, candidates: Sequence[tuple[WorkerStanding, Roles]]
     ) -> _Option | None:
         """Returns the option with the largest net gain among those that help a stage where requests wait."""
-        now = self._roles_after(traffic)
-        base = self._ahead(traffic, [Phase(self.config.horizon_s, self._capacity(traffic, now.values()))])
-        options = [
-            self._weigh(traffic, base, now, worker, roles)
-            for worker, roles in candidates
-            for after in ({**now, worker.name: roles},)
-            if self._waiting(traffic, base, now, after) >= self.config.min_waiting
-            and _is_bearable(traffic, now, after)
-        ]
+        weighing = _Weighing(self.config, traffic, self._roles_after(traffic), self._load_s)
+        options = [weighing.option(*each) for each in candidates if weighing.may_help(*each)]
         helpful = [option for option in options if option.gain_s > 0]
         return max(helpful, key=lambda option: option.net_s, default=None)
-
-    def _waiting(
-        self, traffic: ClusterTraffic, base: Forecast, now: dict[str, Roles], after: dict[str, Roles]
-    ) -> float:
-        """Returns the most requests that wait at a stage which would have more of the workers' time."""
-        old, new = (self._capacity(traffic, roles.values()) for roles in (now, after))
-        return max((num for stage, num in base.most_waiting.items() if new[stage] > old[stage]), default=0.0)
 
     def _roles_after(self, traffic: ClusterTraffic) -> dict[str, Roles]:
         coming = {name: after for name, (_, after) in self._in_flight.items()}
         return {each.name: coming.get(each.name, each.roles) for each in traffic.workers}
-
-    def _weigh(
-        self,
-        traffic: ClusterTraffic,
-        base: Forecast,
-        now: dict[str, Roles],
-        worker: WorkerStanding,
-        roles: Roles,
-    ) -> _Option:
-        """Weighs the gain and cost of giving a worker other roles, as the module docstring defines them."""
-        others = [each for name, each in now.items() if name != worker.name]
-        kept = worker.roles - closed_roles(worker.roles, roles)
-        drain_s = min(worker.drain_but_s(kept), self.config.max_drain_s)
-        after = self._capacity(traffic, [*others, roles])
-        phases = [
-            Phase(drain_s, self._capacity(traffic, now.values())),
-            Phase(drain_s + self._loading_s(worker.roles, roles), self._capacity(traffic, others)),
-            Phase(self.config.horizon_s, after),
-        ]
-        at_once = self._ahead(traffic, [Phase(self.config.horizon_s, after)])
-        real = self._ahead(traffic, phases, worker.roles - roles)
-        return _Option(
-            Switch(worker.name, roles),
-            worker.roles,
-            base.spent_s - at_once.spent_s,
-            real.spent_s - at_once.spent_s,
-            base.spent_s,
-        )
-
-    def _loading_s(self, before: Roles, after: Roles) -> float:
-        """Returns how long the stages that a switch starts take; nothing where all of them run already."""
-        started = _started(before, after)
-        return self._load_s.get(started, self.config.load_s) if started else 0.0
-
-    def _capacity(self, traffic: ClusterTraffic, roles: Iterable[Roles]) -> Mapping[Stage, float]:
-        return traffic.capacity(roles, self.config.horizon_s)
-
-    def _ahead(self, traffic: ClusterTraffic, phases: Sequence[Phase], lost: Roles = frozenset()) -> Forecast:
-        horizon_s, cache_s = self.config.horizon_s, self.config.cache_s
-        return look_ahead(traffic, phases, horizon_s, dict.fromkeys(lost, cache_s))
 
     def _judge(self, now_s: float, option: _Option) -> Decision:
         """Returns whether the best option is good enough, and has been for long enough."""
@@ -406,7 +404,7 @@ def _started(before: Roles, after: Roles) -> Roles:
     return stages_of(after) - stages_of(before)
 
 
-def _is_bearable(traffic: ClusterTraffic, now: dict[str, Roles], after: dict[str, Roles]) -> bool:
+def _is_bearable(traffic: ClusterTraffic, now: Iterable[Roles], after: Collection[Roles]) -> bool:
     """Returns whether no stage would become a worse bottleneck than the present one, if any.
 
     What a stage needs now must fit the usable part of its time, what it needed in the last minutes all
@@ -414,7 +412,5 @@ def _is_bearable(traffic: ClusterTraffic, now: dict[str, Roles], after: dict[str
     """
     peaks = {stage: max(each.demand, each.lasting_peak) for stage, each in traffic.stages.items()}
     demands = {stage: each.demand for stage, each in traffic.stages.items()}
-    worst, workers = most_needed(now.values(), peaks), after.values()
-    return most_needed(workers, demands) <= max(worst, USABLE) and most_needed(workers, peaks) <= max(
-        worst, 1.0
-    )
+    worst = most_needed(now, peaks)
+    return most_needed(after, demands) <= max(worst, USABLE) and most_needed(after, peaks) <= max(worst, 1.0)
