@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epd.encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.families.captured_tower import CapturedTower, captured
+from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, UnsupportedMediaError
@@ -284,6 +285,13 @@ def _graph_bytes(device: torch.device, capture: Callable[[], LanguageEngine]) ->
     del engine
     _give_back()
     return max(0, num_bytes)
+
+
+def captures_tower(tower: nn.Module, placement: Placement, options: EngineConfig) -> bool:
+    """Reports whether small calls of a tower are captured: in 16 bits on a GPU."""
+    is_wide = placement.dtype.itemsize > 2  # whose attention has no runs of any length
+    is_off = options.enforce_eager or options.tower_merge is not None
+    return not is_wide and not is_off and uses_kernels(next(tower.parameters()))
 
 
 def capture_tower(

@@ -53,13 +53,11 @@ class _Entry:
     seen: the last view that it has seen
     traffic_seen: the last count of changed traffic that it has seen
     ready_version, ready_s: the first view in which it is ready, and when that was
-    said: what it has said of itself in its last call
     """
 
     member: Member
     order: int
     heard_s: float
-    said: Member | None = None
     seen: int = -1
     traffic_seen: int = 0
     ready_version: int = -1
@@ -75,8 +73,7 @@ class Board:
     """
 
     def __init__(self, *, hang_s: float | None = None, is_restarted: bool = False) -> None:
-        self._name = secrets.token_hex(4)
-        self._hang_s = hang_s
+        self._name, self._hang_s = secrets.token_hex(4), hang_s
         self._regrouped_s = time.monotonic()
         self._credentials: Credentials | None = None
         self._entries: dict[str, _Entry] = {}
@@ -191,15 +188,6 @@ class Board:
             if entry is None:
                 self._ended.append(member.epoch)
                 return
-        if member != entry.said:
-            self._take(entry, member)
-        entry.heard_s = time.monotonic()
-        entry.seen = max(entry.seen, seen)
-        self._introduce()
-
-    def _take(self, entry: _Entry, member: Member) -> None:
-        """Takes over what a member says of itself, which differs from what it has said before."""
-        entry.said = member
         member = replace(member, info=member.info or entry.member.info, is_known=entry.member.is_known)
         before, entry.member = entry.member, member
         if member.traffic != before.traffic:
@@ -209,6 +197,9 @@ class Board:
             if member.is_ready and not before.is_ready:
                 entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
             self._change()
+        entry.heard_s = time.monotonic()
+        entry.seen = max(entry.seen, seen)
+        self._introduce()
 
     def _lose_replaced(self, newcomer: Member) -> None:
         """Declares silent workers lost when one more comes than is wanted: Serve may have found them dead.

@@ -19,7 +19,6 @@ from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, load_adapter, num_deepstack
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config
-from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.names import WeightSet
 from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES
 from epd.errors import InfeasibleError, RequestError
@@ -37,7 +36,7 @@ from epd.stages.engine.generation import EngineCounts, generation_settings
 from epd.stages.engine.graphs import PassKind
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.kv_store import kv_files
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, captured_kinds, kv_shape
 from epd.stages.kept_files import EMBEDDINGS_KIND, kept_files
 from epd.stages.loading.host_weights import HostWeights
 from epd.stages.loading.weights import WholeModel, load_role
@@ -48,6 +47,7 @@ from epd.stages.memory_sizing import (
     MemoryShare,
     PassBytes,
     capture_tower,
+    captures_tower,
     embeddings_within,
     measured_kv_tokens,
 )
@@ -133,9 +133,10 @@ class StageBuilder:
             return
         num_missing = len(missing & {"encode", "prefill"})
         language = self._language_model()
-        kinds = self._captures(roles)
+        kinds = captured_kinds(roles, settings.engine)
         captured = self.decode_limits if "decode" in roles else self.limits
         tower = None if encoder is None else self.adapter.vision_tower(encoder)
+        is_captured = tower is not None and captures_tower(tower, self.placement, settings.engine)
         self._kv_tokens = measured_kv_tokens(
             language,
             tower,
@@ -149,7 +150,7 @@ class StageBuilder:
                 settings.max_resize_pixels,
                 settings.encode_beside,
                 max(self.limits.max_num_seqs, self.decode_limits.max_num_seqs),
-                kinds | ({"tower"} if tower is not None and self._captures_tower(tower) else set()),
+                kinds | ({"tower"} if is_captured else set()),
             ),
             MemoryShare(
                 settings.engine,
@@ -224,8 +225,7 @@ class StageBuilder:
         model = self._encoder_model()
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
-        options = self.settings.engine
-        most = self._max_batch_patches
+        options, most = self.settings.engine, self._max_batch_patches
         encoder = FrameEncoder(
             self.adapter, tower, options.skip_static, options.tower_merge, most, self._captured(tower, most)
         )
@@ -238,7 +238,7 @@ class StageBuilder:
 
     def _captured(self, tower: nn.Module, max_patches: int) -> nn.Module | None:
         """Returns what replays small calls of a tower, and says what it takes."""
-        if not self._captures_tower(tower):
+        if not captures_tower(tower, self.placement, self.settings.engine):
             return None
         found, num_bytes = capture_tower(self.adapter, tower, max_patches, self.placement.device)
         if found is not None:
@@ -246,21 +246,15 @@ class StageBuilder:
             logger.info("captured: calls of the tower of at most %d patches, %.2f GB", most, num_gb)
         return found
 
-    def _captures_tower(self, tower: nn.Module) -> bool:
-        """Reports whether small calls of a tower are captured: in 16 bits on a GPU."""
-        is_wide = self.placement.dtype.itemsize > 2  # whose attention has no runs of any length
-        options = self.settings.engine
-        is_off = options.enforce_eager or options.tower_merge is not None
-        return not is_wide and not is_off and uses_kernels(next(tower.parameters()))
-
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)
         return EmbeddingReceiver(cache, pool, connector)
 
     def prefill(self, name: str, *, decodes: bool = False) -> PrefillStage:
         """Returns the stage. decodes: whether it completes answers."""
-        options, roles = self.settings.engine, frozenset[Stage]({"prefill", *(["decode"] if decodes else ())})
-        engine, connector = self._engine(name, self.limits, self._captures(roles))
+        options = self.settings.engine
+        kinds = captured_kinds({"prefill", "decode"} if decodes else {"prefill"}, options)
+        engine, connector = self._engine(name, self.limits, kinds)
         if options.cache_dir is not None and self._keeps_kv(engine):
             files = kv_files(self.settings.model_path, options, engine.pools.shape, self._facts)
             layout = embedding_layout(self._language_model().config, self._embeddings_in)
@@ -284,7 +278,8 @@ class StageBuilder:
         return self.settings.enable_prefix_caching and not is_shared and not engine.kv.spec.keeps_states
 
     def decode(self, name: str) -> DecodeStage:
-        engine, connector = self._engine(name, self.decode_limits, self._captures(frozenset({"decode"})))
+        kinds = captured_kinds({"decode"}, self.settings.engine)
+        engine, connector = self._engine(name, self.decode_limits, kinds)
         return DecodeStage(engine, connector)
 
     def close(self, name: str) -> None:
@@ -331,13 +326,6 @@ class StageBuilder:
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
-
-    def _captures(self, roles: AbstractSet[Stage]) -> frozenset[PassKind]:
-        """Returns the kinds of passes that are captured for roles: those that they have."""
-        options = self.settings.engine
-        has_chunks = "prefill" in roles or ("decode" in roles and options.draft != "none")
-        has: dict[PassKind, bool] = {"decodes": "decode" in roles, "chunks": has_chunks}
-        return frozenset(kind for kind, is_there in has.items() if is_there and not options.enforce_eager)
 
     def _engine(
         self, name: str, scheduler: SchedulerConfig, captures: frozenset[PassKind]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.state_pool import StatesShape, state_layout
 from epd.stages.rank import RankGroup
 from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
+from epd.topology import Stage
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
@@ -80,6 +81,13 @@ def largest_prefill(model: Any, chunk_tokens: int) -> int:
     """Returns the most tokens of a pass: of a model whose media attend each other, all that it takes."""
     config = model.get_decoder().config
     return max(chunk_tokens, config.max_position_embeddings) if adds_embeddings(config) else chunk_tokens
+
+
+def captured_kinds(roles: Collection[Stage], options: EngineConfig) -> frozenset[PassKind]:
+    """Returns the kinds of passes that a worker with such roles captures: those that it runs."""
+    has_chunks = "prefill" in roles or ("decode" in roles and options.draft != "none")
+    has: dict[PassKind, bool] = {"decodes": "decode" in roles, "chunks": has_chunks}
+    return frozenset(kind for kind, is_there in has.items() if is_there and not options.enforce_eager)
 
 
 def build_engine(

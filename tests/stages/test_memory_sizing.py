@@ -368,7 +368,7 @@ def test_graphs_of_the_tower_are_part_of_what_a_worker_needs(
     monkeypatch.setattr(memory_sizing, "run_sampling", lambda *_: None)
     monkeypatch.setattr(memory_sizing, "CudaGraphMaker", lambda _: Taking(free))
     monkeypatch.setattr(memory_sizing, "_capture", lambda *_: Taking(free, 0.3).engine())
-    monkeypatch.setattr(worker_stages, "uses_kernels", lambda _: True)
+    monkeypatch.setattr(memory_sizing, "uses_kernels", lambda _: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free[0]), device_gb * GB))
     monkeypatch.setattr(GPUMemory, "now", classmethod(lambda cls, _: cls(device_gb * GB, 0, 15 * GB)))
 
