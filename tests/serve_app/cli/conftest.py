@@ -1,4 +1,4 @@
-"""The server of `tests/serve_app`, for the commands that ask one, and what a command has dropped, and where."""
+"""The server of `tests/serve_app`, for the commands that ask one, and what a command drops at each stage."""
 
 from __future__ import annotations
 

@@ -280,8 +280,8 @@ def test_mustdrop_drops_in_the_tower_at_prefill_and_at_decode(
     media: dict[str, Path], checkpoints: dict[str, Path], dropped: Dropped
 ) -> None:
     """By its name alone. Of 32 visual tokens 24 are cached, and 8 read by later layers and in decode."""
-    options = ("--model", checkpoints["qwen2_5_vl"], "--max-tokens", "3", "--retention", "0.25", "--json")
-    usage = json.loads(run("ask", media["video"], QUESTION, *options, "--reduction", "mustdrop").stdout)["usage"]
+    options = ("--model", checkpoints["qwen2_5_vl"], "--max-tokens", "3", "--reduction", "mustdrop", "--json")
+    usage = json.loads(run("ask", media["video"], QUESTION, *options, "--retention", "0.25").stdout)["usage"]
     assert (usage["visual_tokens"], usage["visual_tokens_before"]) == (24, 32)
     assert dropped.tower == {(8, 6)}
     assert dropped.read == [(24, 8, 8)]
