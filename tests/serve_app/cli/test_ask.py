@@ -30,6 +30,7 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.setup import build_engine
 from epd.types import Answer, StageTimings, Usage
 from tests.media import write_audio_only, write_image, write_video
+from tests.serve_app.cli.conftest import Dropped
 
 QUESTION = "What is shown?"
 
@@ -273,6 +274,18 @@ def test_a_kept_share_of_the_visual_tokens_is_told(
     usage = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)["usage"]
     assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 2)
     assert f"{usage['visual_tokens']} of {usage['visual_tokens_before']} visual tokens" in result.stderr
+
+
+def test_mustdrop_drops_in_the_tower_at_prefill_and_at_decode(
+    media: dict[str, Path], checkpoints: dict[str, Path], dropped: Dropped
+) -> None:
+    """By its name alone. Of 32 visual tokens 24 are cached, and 8 read by later layers and in decode."""
+    options = ("--model", checkpoints["qwen2_5_vl"], "--max-tokens", "3", "--reduction", "mustdrop", "--json")
+    usage = json.loads(run("ask", media["video"], QUESTION, *options, "--retention", "0.25").stdout)["usage"]
+    assert (usage["visual_tokens"], usage["visual_tokens_before"]) == (24, 32)
+    assert dropped.tower == {(8, 6)}
+    assert dropped.read == [(24, 8, 8)]
+    assert set(dropped.held) == {(usage["prompt_tokens"], usage["prompt_tokens"] - 16)}
 
 
 def test_only_a_part_is_looked_at(media: dict[str, Path], checkpoints: dict[str, Path]) -> None:

@@ -30,6 +30,7 @@ from epd.stages.loading.weight_files import weights_revision
 from tests.batch.fakes import FakeBackend
 from tests.batch.parquet import committed_rows, write_table
 from tests.batch.test_http_backend import KEY, FakeServer, Reply, serving
+from tests.serve_app.cli.conftest import Dropped
 
 
 def run(*arguments: str | Path) -> Result:
@@ -101,10 +102,11 @@ def test_processes_that_share_the_model_answer_as_one(
     assert answers[0].keys() == {"a", "c"}
 
 
+@pytest.mark.parametrize("method", ["evs", "mustdrop"])
 def test_what_is_kept_is_as_the_options_say_where_lines_do_not(
-    media: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
+    media: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path, dropped: Dropped, method: str
 ) -> None:
-    """Also of lines that come later and are answered by a second run."""
+    """Also of lines that come later and are answered by a second run. MustDrop drops in all of its stages."""
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     records = [
         {"id": name, "video": str(media["video"]), "question": "What?", "num_frames": 20, **said}
@@ -113,12 +115,17 @@ def test_what_is_kept_is_as_the_options_say_where_lines_do_not(
     options = ["--model", checkpoints["qwen2_5_vl"], "--max-tokens", "3", "--num-kv-tokens", "4096"]
     for num_lines in (2, 3):
         path.write_text("".join(json.dumps(record) + "\n" for record in records[:num_lines]))
-        result = run(path, out, *options, "--retention", "0.25", "--reduction", "evs")
+        result = run(path, out, *options, "--retention", "0.25", "--reduction", method)
         assert result.exit_code == 0, result.output
     usage = {record["id"]: record["usage"] for record in map(json.loads, out.read_text().splitlines())}
     tokens = {name: each["prompt_tokens"] for name, each in usage.items()}
     assert tokens["default"] == tokens["late"] < tokens["all"]
     assert len(usage) == 3
+    by_question = method == "mustdrop"
+    assert dropped.tower == ({(8, 6)} if by_question else set())
+    assert dropped.read == ([(60, 20, 20)] * 2 if by_question else [])
+    fewer = {prompt: prompt - held for prompt, held in dropped.held if held < prompt}
+    assert fewer == ({tokens["default"]: 40} if by_question else {})
 
 
 def test_lines_come_from_stdin_and_options_are_those_of_a_question(

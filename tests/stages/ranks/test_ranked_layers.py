@@ -6,7 +6,6 @@ Modules: epd.stages.decoder.rank_cut, epd.stages.engine.state_pool
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,11 @@ import torch
 
 from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
-from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.state_pool import state_layout
-from epd.stages.loading.weights import load_role
-from epd.stages.placement import CPU_FLOAT32
-from epd.stages.rank import Rank
 from tests.stages.conftest import BUILDERS_HERE, GLM, RECURRENT, WINDOWED, Subject, make
 from tests.stages.prompts import Drive, draft_in_part, expected_texts
-from tests.stages.ranks.test_split_ranks import Group, Ranked
-from tests.stages.ranks.thread_ranks import ThreadRanks
+from tests.stages.ranks.test_split_ranks import Ranked, group_of
 from tests.stages.split_deployment import GREEDY
 
 # Of Gemma 4, layers without a window have heads of their own, of which each rank needs one.
@@ -38,9 +32,7 @@ def ranked(
 ) -> Iterator[Ranked]:
     name, folder = request.param, tmp_path_factory.mktemp("ranks")
     path = BUILDERS_HERE[name](folder / name, **_OPTIONS.get(name, {}))
-    cut = partial(cut_model, rank=Rank(0, 2))
-    parts = [load_role(path, "language", CPU_FLOAT32, cut=cut).model for _ in range(2)]
-    groups = [Group(part, ThreadRanks(path, tmp_path_factory.mktemp("meeting"))) for part in parts]
+    groups = [group_of(path, tmp_path_factory.mktemp("meeting")) for _ in range(2)]
     yield Ranked(make(name, path, media), (groups[0], groups[1]))
     for group in groups:
         group.ranks.close()
@@ -53,7 +45,7 @@ def expected(subject: Subject, count: int) -> dict[str, tuple[int, ...]]:
 def test_prefix_hits_and_preempted_answers_keep_their_tokens(ranked: Ranked) -> None:
     longest = max(len(prompt.plan) for prompt in ranked.subject.prompts)
     config = SchedulerConfig(max_chunk_tokens=32, preemption="offload")
-    ranked.sizes, steps = [2], ranked.groups[1].ranks.steps
+    ranked.workers, steps = [ranked.groups[1]], ranked.groups[1].ranks.steps
     steps.clear()
     engine = ranked.engine(
         config=config, num_kv_tokens=2 * longest + 24, block_size=4, enable_prefix_caching=True
@@ -66,7 +58,7 @@ def test_prefix_hits_and_preempted_answers_keep_their_tokens(ranked: Ranked) -> 
 
 
 def test_ranks_check_drafts_together(ranked: Ranked) -> None:
-    ranked.sizes, prompts = [2], ranked.subject.mix(5)
+    ranked.workers, prompts = [ranked.groups[1]], ranked.subject.mix(5)
     engine = ranked.engine(drafting=DraftConfig("recycling"))
     draft_in_part(engine, expected_texts(prompts))
     assert Drive(engine, seed=1).run(prompts) == expected(ranked.subject, 5)

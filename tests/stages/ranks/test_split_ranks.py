@@ -1,11 +1,11 @@
-"""Prefill and decode workers of one or two ranks each: the tokens of one process, nothing read too late."""
+"""Prefill and decode workers of one to four ranks: the tokens of one process, nothing read too late."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,12 @@ from epd.stages.ranks.group_pools import GroupPools, PoolSharing
 from epd.stages.ranks.shared_pools import SharedPools, SharePools
 from epd.transfer.connectors import TransferOutcome
 from tests.engine_options import parted
-from tests.stages.conftest import Subject
+from tests.stages.conftest import Subject, make
 from tests.stages.prompts import MAX_TOKENS
 from tests.stages.ranks.thread_ranks import ThreadRanks
 from tests.stages.split_deployment import GREEDY, Deployment, feed
+from tests.stages.test_moving import run_moving
+from tests.tiny_models import build_qwen2_5_vl
 
 SAMPLED = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, n=2)
 LATE_S = 0.05
@@ -37,39 +39,54 @@ LATE_S = 0.05
 
 @dataclass(slots=True)
 class Group:
-    """Two ranks of a checkpoint. part: rank 0's."""
+    """The ranks of a checkpoint. part: rank 0's."""
 
     part: Any
     ranks: ThreadRanks
 
     @property
     def pools(self) -> SharedPools:
-        """The other rank's, once it has done all that it was told."""
+        """Rank 1's, once it has done all that it was told."""
         self.ranks.ask(SharePools(0))
         engine = self.ranks.follower._engines[""]
         return engine.pools
 
 
+def group_of(path: Path, folder: Path, size: int = 2) -> Group:
+    """folder: an empty one, where its ranks meet."""
+    part = load_role(path, "language", CPU_FLOAT32, cut=partial(cut_model, rank=Rank(0, size))).model
+    return Group(part, ThreadRanks(path, folder, size))
+
+
 @dataclass
 class Ranked:
-    """A checkpoint in one process, and two groups of two ranks, for a prefill and a decode worker."""
+    """A checkpoint in one process, and in groups. workers: of the engines to come, the last one first."""
 
     subject: Subject
     groups: tuple[Group, Group]
-    sizes: list[int] = field(default_factory=list)
+    workers: list[Group | None] = field(default_factory=list)
 
     def deployment(self, prefill: int, decode: int, **options: Any) -> Deployment:
-        """prefill, decode: ranks. options: of Deployment."""
-        self.sizes = [decode, prefill]
+        """prefill, decode: ranks, which are one or those of the first and of the second group.
+
+        options: of Deployment.
+        """
+        sizes = zip(self.groups, (prefill, decode), strict=True)
+        return self.deployed([group if size > 1 else None for group, size in sizes], **options)
+
+    def deployed(self, workers: Sequence[Group | None], **options: Any) -> Deployment:
+        """workers: of prefill, then those of decode; None for one process."""
+        self.workers = list(reversed(workers))
         for group in self.groups:
             group.ranks.steps.clear()
-        return Deployment(self, 1, random.Random(prefill * 2 + decode), **options)
+        seed = sum(1 if group is None else group.ranks.rank.size for group in workers)
+        return Deployment(self, len(workers) - 1, random.Random(seed), **options)
 
     def engine(self, *, num_kv_tokens: int = 4096, block_size: int = 8, **options: Any) -> LanguageEngine:
-        """The engine of the next worker: of prefill, then of decode."""
-        group, size = self.groups[-len(self.sizes)], self.sizes.pop()
-        model, ranks = (self.subject.model, None) if size == 1 else (group.part, group.ranks)
-        pools = GroupPools(kv_shape(model, num_kv_tokens, block_size), PoolSharing(ranks, 2))
+        """The engine of the next worker."""
+        group = self.workers.pop()
+        model, ranks = (self.subject.model, None) if group is None else (group.part, group.ranks)
+        pools = GroupPools(kv_shape(model, num_kv_tokens, block_size), PoolSharing(ranks, 4))
         config, others = parted(options)
         adapter, settings = self.subject.adapter, self.subject.settings
         return build_engine(model, adapter, settings, pools, options=config, ranks=ranks, **others)
@@ -83,9 +100,8 @@ def ranked(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Ranked]:
     """Two are enough, with and without deepstack features."""
-    path, cut = checkpoints[request.param], partial(cut_model, rank=Rank(0, 2))
-    parts = [load_role(path, "language", CPU_FLOAT32, cut=cut).model for _ in range(2)]
-    groups = [Group(part, ThreadRanks(path, tmp_path_factory.mktemp("ranks"))) for part in parts]
+    path = checkpoints[request.param]
+    groups = [group_of(path, tmp_path_factory.mktemp("ranks")) for _ in range(2)]
     yield Ranked(subjects(request.param), (groups[0], groups[1]))
     for group in groups:
         group.ranks.close()
@@ -97,6 +113,35 @@ def test_tokens_equal_generate_whatever_the_sizes(ranked: Ranked, sizes: tuple[i
     deployment = ranked.deployment(*sizes)
     assert deployment.run(prompts, GREEDY) == {name: prompt.expected for name, prompt in prompts.items()}
     deployment.settle()
+
+
+@pytest.fixture(scope="module")
+def uneven(media: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
+    """Groups of two and of four ranks, which have a head each."""
+    path = build_qwen2_5_vl(tmp_path_factory.mktemp("uneven") / "model", num_key_value_heads=4)
+    two, four = (group_of(path, tmp_path_factory.mktemp("ranks"), size) for size in (2, 4))
+    yield Ranked(make("uneven", path, media), (two, four))
+    for group in (two, four):
+        group.ranks.close()
+
+
+@pytest.mark.parametrize("to_more", [True, False])
+def test_groups_of_two_and_four_hand_over_to_each_other(uneven: Ranked, to_more: bool) -> None:
+    prompts = uneven.subject.mix(4)
+    groups = uneven.groups if to_more else tuple(reversed(uneven.groups))
+    deployment = uneven.deployed(groups)
+    assert deployment.run(prompts, GREEDY) == {name: prompt.expected for name, prompt in prompts.items()}
+    deployment.settle()
+    assert "ReceiveTokens" in groups[1].ranks.steps
+
+
+def test_answers_move_between_groups_of_two_and_four(uneven: Ranked) -> None:
+    """Two of each prompt, to and fro."""
+    prompts = uneven.subject.mix(4)
+    expected = uneven.deployed([None, None]).run(prompts, SAMPLED)
+    deployment = uneven.deployed([None, *uneven.groups])
+    assert run_moving(deployment, prompts, SAMPLED) > 5
+    assert {name: deployment.tokens(name) for name in prompts} == expected
 
 
 def test_drawn_tokens_are_those_of_one_process(ranked: Ranked) -> None:

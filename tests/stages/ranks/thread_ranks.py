@@ -1,4 +1,4 @@
-"""Two ranks in one process: the other is a thread that does what its process would do, over real gloo."""
+"""Ranks in one process: the others are threads that do what their processes would do, over real gloo."""
 
 from __future__ import annotations
 
@@ -21,45 +21,56 @@ from epd.stages.ranks.group import Follower, FollowerSettings
 END_S = 60.0
 
 
-class ThreadRanks(Communicator):
-    """Rank 0 of two. follower: the other rank. steps: all that it was told, by type."""
+class _Other:
+    """Another rank, on a thread."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        meeting = folder / "meeting"
-        self.steps: list[str] = []
-        self._told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        num_threads = torch.get_num_threads()
-        settings = FollowerSettings(path, CPU_FLOAT32, Rank(1, 2), meeting, num_threads)
+    def __init__(self, path: Path, meeting: Path, rank: Rank) -> None:
+        settings = FollowerSettings(path, CPU_FLOAT32, rank, meeting, torch.get_num_threads())
+        self.told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.follower = Follower(settings)
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-        super().__init__(Rank(0, 2), meeting, torch.device("cpu"))
+        self.thread = threading.Thread(target=self._follow, daemon=True)
 
     def _follow(self) -> None:
         self.follower.connect()
-        while (step := self._told.get()) is not None:
+        while (step := self.told.get()) is not None:
             reply = self.follower.carry_out(pickle.loads(step))
             if reply is not None:
-                self._replies.put(pickle.dumps(reply))
+                self.replies.put(pickle.dumps(reply))
+
+
+class ThreadRanks(Communicator):
+    """Rank 0. follower: rank 1, followers: all others. steps: all that they were told, by type."""
+
+    def __init__(self, path: Path, folder: Path, size: int = 2) -> None:
+        meeting = folder / "meeting"
+        self.steps: list[str] = []
+        self._others = [_Other(path, meeting, Rank(index, size)) for index in range(1, size)]
+        self.followers = [each.follower for each in self._others]
+        self.follower = self.followers[0]
+        for each in self._others:
+            each.thread.start()
+        super().__init__(Rank(0, size), meeting, torch.device("cpu"))
 
     def tell(self, step: object) -> None:
         self.steps.append(type(step).__name__)
-        self._told.put(pickle.dumps(step))
+        for each in self._others:
+            each.told.put(pickle.dumps(step))
 
     def ask(self, step: object) -> list[Any]:
         self.tell(step)
-        return [pickle.loads(self._replies.get(timeout=END_S))]
+        return [pickle.loads(each.replies.get(timeout=END_S)) for each in self._others]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         yield
 
     def close(self) -> None:
-        """Returns when the follower has done all that it was told."""
-        self._told.put(None)
-        self._thread.join(END_S)
-        assert not self._thread.is_alive()
+        """Returns when the followers have done all that they were told."""
+        for each in self._others:
+            each.told.put(None)
+            each.thread.join(END_S)
+            assert not each.thread.is_alive()
 
 
 class StartedThreadRanks(ThreadRanks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +11,10 @@ import pytest
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
-from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.engine.generation import GenerationSettings
-from epd.stages.loading.weights import load_role
-from epd.stages.placement import CPU_FLOAT32
-from epd.stages.rank import Rank
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.stages.prompts import Prompt
-from tests.stages.ranks.test_split_ranks import Group, Ranked
-from tests.stages.ranks.thread_ranks import ThreadRanks
+from tests.stages.ranks.test_split_ranks import Ranked, group_of
 from tests.stages.reduction.prompts import (
     DRAWN,
     SMALL_WINDOW_TOKENS,
@@ -54,14 +48,7 @@ def ranked(
     model: Any, pipeline: ColocatedPipeline, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranked]:
     """The embedded model in one process, and in two groups of two ranks."""
-    path, cut = embedded_model_path(), partial(cut_model, rank=Rank(0, 2))
-    groups = [
-        Group(
-            load_role(path, "language", CPU_FLOAT32, cut=cut).model,
-            ThreadRanks(path, tmp_path_factory.mktemp("ranks")),
-        )
-        for _ in range(2)
-    ]
+    groups = [group_of(embedded_model_path(), tmp_path_factory.mktemp("ranks")) for _ in range(2)]
     subject: Any = SimpleNamespace(
         model=model, adapter=pipeline.adapter, settings=GenerationSettings(eos_ids=frozenset())
     )
@@ -71,7 +58,7 @@ def ranked(
 
 
 def engine_of(ranked: Ranked, **options: Any) -> Any:
-    ranked.sizes = [2]
+    ranked.workers = [ranked.groups[1]]
     return ranked.engine(**options)
 
 
