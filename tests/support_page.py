@@ -150,6 +150,17 @@ PROOFS = (
             ("M", "test_answers_move_between_decode_workers", "several decode workers"),
         )
     ),
+    _proof(
+        "F",
+        "tests/test_tile_families.py::test_handed_over_in_chunks",
+        product(sorted({name for name, _ in test_tile_families.PAIRS.values()}), ["1e1p1d"]),
+    ),
+    _proof("T", "tests/test_tokens.py::test_handed_over_in_chunks", product(conftest.SUBJECTS, ["1e1p1d"])),
+    _proof(
+        "X",
+        "tests/models/test_molmo.py::test_answers_of_workers_and_from_their_caches",
+        [("molmo2", "1e1p1d")],
+    ),
     _proof("c", "tests/test_gemma.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]),
     _proof(
         "k",

@@ -30,6 +30,7 @@ from tests.encoders.families import QUESTION, Family
 from tests.encoders.tiny_gemma import IMAGE_TOKENS, build_gemma3, build_gemma4
 from tests.reference import MAX_TOKENS, generated_as_it_is
 from tests.stages.conftest import as_sent
+from tests.test_tile_families import handed_over, text_of
 
 SAMPLING = FrameSampling()
 CASES = {"text": (), "image": ("image",), "images": ("wide_image", "image")}
@@ -71,11 +72,10 @@ def test_tokens_equal_generate(
 
 
 def test_handed_over_in_chunks_and_from_the_cache(family: Family, media: dict[str, Path]) -> None:
-    paths = [media["wide_image"], media["image"]]
-    text = family.adapter.tokenizer.decode(expected(family, paths), skip_special_tokens=True)
+    asked = [[media[name] for name in names] for names in (*CASES.values(), CASES["images"])]
     with LLM(family.path, topology="1e1p1d", max_chunk_tokens=16, num_kv_tokens=4096) as llm:
-        answers = [llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS).text for _ in range(2)]
-    assert answers == [text, text]
+        answers = [handed_over(llm, paths) for paths in asked]
+    assert answers == [text_of(family, expected(family, paths)) for paths in asked]
 
 
 def test_videos_and_sound_are_refused_in_one_line(family: Family) -> None:

@@ -60,7 +60,7 @@ from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive, prompt_of
 from tests.stages.split_deployment import GREEDY, Deployment
 from tests.stages.test_moving import run_moving
-from tests.test_tile_families import as_sent
+from tests.test_tile_families import as_sent, handed_over, text_of
 from tests.tiny_models import load_reference
 
 GENERIC = {name: FAMILIES[name] for name in BUILDERS}
@@ -173,14 +173,21 @@ def test_positions_are_those_of_training(family: Family, media: dict[str, Path])
 @pytest.mark.parametrize("family", sorted(GENERIC), indirect=True)
 def test_handed_over_in_chunks_and_from_the_cache(family: Family, media: dict[str, Path]) -> None:
     paths = [media["video" if "video" in GENERIC[family.name].takes else "wide_image"]]
-    text = family.adapter.tokenizer.decode(expected(family, paths), skip_special_tokens=True)
+    wanted = {
+        case: expected(family, [media[name] for name in CASES[case]])
+        for case in CASES
+        if f"{family.name}-{case}" in PAIRS
+    }
+    text = text_of(family, expected(family, paths))
     with LLM(family.path, topology="1e1p1d", max_chunk_tokens=16, num_kv_tokens=4096) as llm:
         asked: dict[str, Any] = {"frames": SAMPLING.num_frames if paths == [media["video"]] else None}
         first = llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS, **asked)
         num_groups = encoded_groups(llm)
         second = llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS, **asked)
         assert encoded_groups(llm) == num_groups > 0
+        answers = {case: handed_over(llm, [media[name] for name in CASES[case]]) for case in wanted}
     assert first.text == second.text == text
+    assert answers == {case: text_of(family, tokens) for case, tokens in wanted.items()}
 
 
 @pytest.mark.parametrize("family", sorted(GENERIC), indirect=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd import video
+from epd import LLM, video
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
 from tests.colocated import ColocatedPipeline
@@ -27,11 +27,13 @@ CASES = {
     "image": ("image",),
     "images": ("wide_image", "image"),
     "video": ("video",),
+    "videos": ("tall_video", "video"),
     "video and image": ("video", "image"),
 }
-# The reference processor of SmolVLM does not take images and videos together.
+# The reference processor of SmolVLM does not take images and videos together. Of two videos it says that both
+# have as many frames as the longer one.
 PAIRS = {
-    f"{name}-{case}": (name, names)
+    f"{name}-{case}": (name, ("video", "video") if (name, case) == ("smolvlm", "videos") else names)
     for name in NAMES
     for case, names in CASES.items()
     if (name, case) != ("smolvlm", "video and image")
@@ -81,3 +83,27 @@ def test_tokens_equal_generate(
     pipeline = ColocatedPipeline.load(families(name).path, EngineConfig(group_tokens=group_tokens))
     answer = pipeline.ask(paths, QUESTION, num_frames=SAMPLING.num_frames, max_tokens=MAX_TOKENS)
     assert answer.token_ids == expected(name, *names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_handed_over_in_chunks(
+    name: str,
+    families: Callable[[str], Family],
+    expected: Callable[..., tuple[int, ...]],
+    media: dict[str, Path],
+) -> None:
+    family, asked = families(name), [names for each, names in PAIRS.values() if each == name]
+    with LLM(family.path, topology="1e1p1d", max_chunk_tokens=16, num_kv_tokens=4096) as llm:
+        answers = [handed_over(llm, [media[each] for each in names]) for names in asked]
+    assert answers == [text_of(family, expected(name, *names)) for names in asked]
+
+
+def handed_over(llm: LLM, paths: list[Path], question: str = QUESTION) -> str:
+    """Returns the answer of workers about media, six frames of each video."""
+    frames = SAMPLING.num_frames if any(video.media_kind(path) == "video" for path in paths) else None
+    return llm.ask(paths, question, frames=frames, max_tokens=MAX_TOKENS).text
+
+
+def text_of(family: Family, tokens: tuple[int, ...]) -> str:
+    text: str = family.adapter.tokenizer.decode(tokens, skip_special_tokens=True)
+    return text

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from epd import video
+from epd import LLM, video
 from epd.encoders import FrameSampling, MediaPlan, load_adapter
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError, RequestError
@@ -67,6 +67,15 @@ def test_tokens_equal_generate(
     answer = subject.pipeline.ask(paths, question, max_tokens=MAX_TOKENS)
 
     assert answer.token_ids == expected
+
+
+def test_handed_over_in_chunks(subject: Subject, media: dict[str, Path]) -> None:
+    asked = [[media[name] for name in names] for names in CASES.values()]
+    with LLM(subject.path, topology="1e1p1d", max_chunk_tokens=16, num_kv_tokens=4096) as llm:
+        answers = [llm.ask(paths, QUESTIONS[0], max_tokens=MAX_TOKENS).text for paths in asked]
+    inputs = [processor_inputs(subject.processor, paths, QUESTIONS[0]) for paths in asked]
+    tokens = [generated(subject.model, each) for each in inputs]
+    assert answers == [subject.processor.decode(each, skip_special_tokens=True) for each in tokens]
 
 
 @pytest.mark.parametrize(

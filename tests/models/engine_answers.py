@@ -1,7 +1,7 @@
 """Tests that a family's module imports: answers of the engine, however its passes are cut, are `generate`'s.
 
 The module has a fixture `subject`, with at least three prompts and their expected tokens, and `folder`. For
-answers of workers it has `mixed`: media of both kinds, and the tokens that answer QUESTION about 6 frames.
+answers of workers it has `mixes`: media of any kinds, and the tokens that answer QUESTION about 6 frames.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from epd.encoders import load_adapter
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.verification import verify
-from tests.reference import MAX_TOKENS
 from tests.stages.conftest import Subject, check
 from tests.stages.prompts import Drive
 from tests.stages.split_deployment import GREEDY, Deployment
 from tests.stages.test_moving import run_moving
+from tests.test_tile_families import handed_over
 
+Mixes = list[tuple[list[Path], tuple[int, ...]]]
 QUESTION = "What is shown? Ä, 漢"
 
 
@@ -64,14 +65,11 @@ def test_answers_move_between_decode_workers(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
-def test_answers_of_workers_and_from_their_caches(
-    mixed: tuple[list[Path], tuple[int, ...]], folder: Path, topology: str
-) -> None:
-    paths, tokens = mixed
-    text = load_adapter(folder).tokenizer.decode(tokens, skip_special_tokens=True)
+def test_answers_of_workers_and_from_their_caches(mixes: Mixes, folder: Path, topology: str) -> None:
+    tokenizer, asked = load_adapter(folder).tokenizer, [*mixes, mixes[0], mixes[-1]]
     with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
-        answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
-    assert answers == [text] * 2
+        answers = [handed_over(llm, paths, QUESTION) for paths, _ in asked]
+    assert answers == [tokenizer.decode(tokens, skip_special_tokens=True) for _, tokens in asked]
 
 
 def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:

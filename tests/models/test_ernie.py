@@ -34,6 +34,7 @@ from tests.colocated import ColocatedPipeline
 from tests.models import tiny_ernie
 from tests.models.engine_answers import (
     QUESTION,
+    Mixes,
     test_answers_move_between_decode_workers,
     test_answers_of_workers_and_from_their_caches,
     test_chunked_and_packed,
@@ -100,9 +101,9 @@ def test_tokens_equal_generate(
 
 
 @pytest.fixture(scope="module")
-def mixed(theirs: Any, folder: Path, media: dict[str, Path]) -> tuple[list[Path], tuple[int, ...]]:
-    paths = [media["video"], media["image"]]
-    return paths, expected(theirs, folder, paths)
+def mixes(theirs: Any, folder: Path, media: dict[str, Path]) -> Mixes:
+    asked = [[media[name] for name in names] for names in CASES]
+    return [(paths, expected(theirs, folder, paths)) for paths in asked]
 
 
 def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:

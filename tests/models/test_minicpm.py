@@ -35,6 +35,7 @@ from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
 from tests.media import write_image, write_video
 from tests.models.engine_answers import (
     QUESTION,
+    Mixes,
     test_answers_move_between_decode_workers,
     test_answers_of_workers_and_from_their_caches,
     test_chunked_and_packed,
@@ -109,9 +110,9 @@ def expected(model: Any, folder: Path, paths: list[Path]) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def mixed(theirs: dict[str, Any], folder: Path, media: dict[str, Path]) -> tuple[list[Path], tuple[int, ...]]:
-    paths = [media["video"], media["image"]]
-    return paths, expected(theirs["4.7"], folder, paths)
+def mixes(theirs: dict[str, Any], folder: Path, sent: dict[str, Path]) -> Mixes:
+    asked = [[sent[name] for name in names] for names in CASES]
+    return [(paths, expected(theirs["4.7"], folder, paths)) for paths in asked]
 
 
 @pytest.mark.parametrize(("version", "names"), PAIRS, ids=str)

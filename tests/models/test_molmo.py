@@ -39,6 +39,7 @@ from tests.colocated import ColocatedPipeline, plan_media
 from tests.encoders.tiny_molmo import PUBLISHED, build_molmo2
 from tests.models.engine_answers import (
     QUESTION,
+    Mixes,
     test_answers_move_between_decode_workers,
     test_answers_of_workers_and_from_their_caches,
     test_chunked_and_packed,
@@ -177,9 +178,9 @@ def test_logits_equal_transformers(
 
 
 @pytest.fixture(scope="module")
-def mixed(theirs: Any, folder: Path, media: dict[str, Path]) -> tuple[list[Path], tuple[int, ...]]:
-    paths = [media["image"], media["video"]]
-    return paths, answered(theirs, folder, paths)
+def mixes(theirs: Any, folder: Path, media: dict[str, Path]) -> Mixes:
+    asked = [[media[name] for name in names] for names in ((), TWO_IMAGES, *MIXES)]
+    return [(paths, answered(theirs, folder, paths)) for paths in asked]
 
 
 # What is known of a token

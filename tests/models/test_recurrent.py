@@ -12,6 +12,9 @@ import torch
 from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import RECURRENT_FAMILIES
+from epd.kv.kv_cache import KVCacheManager
+from epd.kv.kv_identity import token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.memory import MemoryLimits
 from epd.stages.attention.support import RECURRENT as TEXT_MODELS
@@ -117,3 +120,54 @@ def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(model: Any) 
     assert shape.states is not None
     needed = sum(shape.bytes_by_group) + 2 * shape.states.layout.bytes_per_sequence
     assert 0.25 <= needed / full < 0.29
+
+
+# Of a token and layer, and of a state and layer, a 64th of what Qwen3.5-9B has.
+_NARROW = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+}
+
+
+def test_a_long_prompt_holds_a_quarter_of_the_memory_of_full_attention(tmp_path: Path) -> None:
+    """Measured: the blocks and slots that 100,000 tokens hold, as bytes of real pools."""
+    published = RECURRENT["Qwen3.5-9B"].config
+    text = published["text_config"] | _NARROW
+    held = list[int]()
+    for kinds in (text["layer_types"], ["full_attention"] * 32):
+        folder = tmp_path / str(len(held))
+        folder.mkdir()
+        config = written(published | {"text_config": text | {"layer_types": kinds}}, folder)
+        held.append(held_bytes(skeleton(config, BF16), 100_000))
+    assert held[1] == 100_000 * 32 * 2 * 16 * 2
+    assert 0.25 < held[0] / held[1] < 0.26
+
+
+def held_bytes(model: Any, num_tokens: int) -> int:
+    """Returns what a prompt holds of a worker's pools while its last chunk is computed."""
+    shape = kv_shape(model, num_kv_tokens=num_tokens + 4096, max_num_seqs=4)
+    pools, num_states = shape.build(), 0 if shape.states is None else shape.states.num_states
+    kv = KVCacheManager(KVCacheSpec(tuple(each.num_blocks for each in shape.groups), 16, num_states))
+    identity = token_identity(range(num_tokens))
+    kv.open("r", identity, max_cached=0)
+    for start in range(0, num_tokens, 10_000):
+        kv.commit("r", identity, start)
+        kv.allocate("r", start + 10_000)
+    parts = [
+        plane[block]
+        for group, pool in enumerate(pools.groups)
+        for block in kv.block_table("r", group)
+        for plane in pool.planes
+    ]
+    for slot in (kv.current_state("r"), kv.next_state("r")):
+        if pools.states is not None and slot is not None:
+            parts += [pools.states.matrices[slot], pools.states.tails[slot]]
+    return sum(part.nbytes for part in parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,12 +16,24 @@ from transformers import PreTrainedTokenizerFast
 from epd.sampling_params import SamplingParams
 from epd.stages.grammar.matcher import GrammarBuilder
 from epd.stages.sampling.detokenizer import AnswerEnds, IncrementalDetokenizer, TextStream
+from tests.models.real_tokenizer import qwen_tokenizer
 from tests.stages.grammar.formats import schema
 from tests.stages.sampling.large_vocabularies import ADDED, SPECIAL, byte_fallback, byte_level
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXT = "A naïve 世界 of 漢字, 한국어, ßmall 👩‍👩‍👧 families 🙂👍 and <tool_call>s: ¿qué?  \n\tÄ́ done"
 both = pytest.mark.parametrize("made", [byte_level, byte_fallback])
+
+
+@cache
+def published() -> PreTrainedTokenizerFast:
+    """Qwen's merges, with the special and added tokens of the others."""
+    tokenizer = qwen_tokenizer(SPECIAL)
+    tokenizer.add_tokens(list(ADDED))
+    return tokenizer
+
+
+all_three = pytest.mark.parametrize("made", [byte_level, byte_fallback, published])
 Made = Callable[[], PreTrainedTokenizerFast]
 
 
@@ -34,7 +47,7 @@ def pieces_of(tokenizer: PreTrainedTokenizerFast, token_ids: list[int]) -> list[
     return [*(stream.push(each) for each in token_ids), stream.finish()]
 
 
-@both
+@all_three
 def test_a_stream_has_whole_characters_and_loses_none(made: Made) -> None:
     tokenizer = made()
     assert len(tokenizer) > 100_000
@@ -64,7 +77,7 @@ def test_pieces_of_any_tokens_add_up_to_what_transformers_decodes(data: st.DataO
     assert "".join(pieces_of(tokenizer, token_ids)) == expected
 
 
-@both
+@all_three
 @pytest.mark.parametrize("stop", ["世界", "界 of", "👧", "🙂", "qué", "ßm", "l_call", "\n\t"])
 def test_a_stop_string_ends_a_text_wherever_tokens_are_cut(made: Made, stop: str) -> None:
     tokenizer = made()
@@ -79,7 +92,7 @@ def test_a_stop_string_ends_a_text_wherever_tokens_are_cut(made: Made, stop: str
     assert said == TEXT[: TEXT.index(stop)]
 
 
-@both
+@all_three
 def test_a_grammar_of_any_script_is_held_token_by_token(made: Made) -> None:
     """A walk of random tokens that the grammar allows ends in JSON of the schema."""
     tokenizer, rng = made(), random.Random(3)
