@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 NUM_SEEDS = 200  # the first; `make faults` runs a thousand
-LARGE_EVERY = 3  # seeds
+LARGE_EVERY, MERGED_EVERY = 3, 20  # seeds
 MIN_ANSWERED = 0.7  # of the questions
 
 
@@ -43,7 +43,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     counts, num_pool = Counter[str](), len(pool.questions)
     sizes = ["large" if seed % LARGE_EVERY == 0 else size_of(seed) for seed in range(NUM_SEEDS)]
-    plans = [drawn(seed, num_pool, size=size) for seed, size in enumerate(sizes)]
+    # Merged roles are only drawn where they are asked for.
+    aims = ["merged roles" if seed % MERGED_EVERY == 1 else "" for seed in range(NUM_SEEDS)]
+    plans = [
+        drawn(seed, num_pool, aim, size) for seed, (aim, size) in enumerate(zip(aims, sizes, strict=True))
+    ]
     num_asked = sum(len(plan.asked) for plan in plans)
     for plan in plans:
         result = simulate(plan, pool)
