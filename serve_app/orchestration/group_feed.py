@@ -41,13 +41,11 @@ from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.transfer.transfers import Grant
 
-_MIN_RUN, _MAX_RUN = 4, 16
-_RUNS_PER_READER = 2
-_READ_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
+_MIN_RUN, _MAX_RUN, _RUNS_PER_READER = 4, 16, 2
+_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # until another worker is asked; doubled after each failed read
 _MAX_READS = 5  # of one group, with workers that are alive
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.05  # until another encoder is asked
 _Place = tuple[int, int]  # an item, and one of its readers
 
 
@@ -82,14 +80,20 @@ def plan_runs(num_groups: int, num_readers: int) -> tuple[GroupRun, ...]:
 class ItemFrames:
     """Reads the frames of one item. Readers may read at once, each in order.
 
-    shared, media, losses, attempt, item: what its readers read, and by what
+    shared, media, losses, isolation, attempt, item: what its readers read, and by what
     """
 
     def __init__(
-        self, shared: Shared, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int
+        self,
+        shared: Shared,
+        media: FleetMedia,
+        losses: LossCounter,
+        isolation: Isolation,
+        attempt: Attempt,
+        item: int,
     ) -> None:
         """Chooses the readers of a long video among the workers that read nothing now."""
-        self.shared, self.media, self.losses = shared, media, losses
+        self.shared, self.media, self.losses, self.isolation = shared, media, losses, isolation
         self.attempt, self.item = attempt, item
         self.source = attempt.answer.request.media[item]
         num_groups = sum(group.item == item for group in attempt.answer.plan.groups)
@@ -133,13 +137,18 @@ class _Reader:
     async def read(self, group: MediaGroup, run: GroupRun, patience_s: float) -> tuple[int, Bulk]:
         """See `ItemFrames.read`."""
         item, deadline = self._frames, asyncio.get_running_loop().time() + patience_s
-        num_reads, pause_s = 0, _READ_RETRY_S
+        num_reads, pause_s = 0, _RETRY_S
         while True:
             worker, held = await self._place()
+            if not item.isolation.allowed(item.attempt, "video", [worker]):
+                await asyncio.sleep(_RETRY_S)
+                continue
             try:
                 num_reads += 1
                 with item.shared.asking(item.attempt, worker):
-                    return await self._read(worker, held, group, run)
+                    frames = await self._read(worker, held, group, run)
+                item.attempt.isolated_at -= {"video"}  # it got further than where it was lost
+                return frames
             except UnavailableError as error:
                 if isinstance(error, WorkerLostError | NotHeldError):
                     item.media.leave(item.source, worker)
@@ -278,7 +287,7 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         if group.item not in self._frames:
             self._frames[group.item] = ItemFrames(
-                self._shared, self._media, self._losses, self._attempt, group.item
+                self._shared, self._media, self._losses, self._isolation, self._attempt, group.item
             )
         reader = (group.item, self._frames[group.item].reader_of(group))
         if reader not in self._granted:

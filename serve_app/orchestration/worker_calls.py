@@ -243,8 +243,11 @@ class DecodeMoves:
     async def redirect(self, attempt: Attempt) -> bool:
         """Finds another decode worker for a request that its prefill worker still has.
 
-        Returns False if none has room: the request must be retried.
+        Returns False if none has room, or the prefill worker is kept for another one: it must be retried.
         """
+        if not self._allowed(attempt, "prefill", [attempt.prefill_worker]):
+            return False
+        attempt.is_handed_over = False
         with self._shared.requests.redirected(attempt):
             is_redirected = await self._redirect(attempt)
         self._shared.requests.counters["redirects"] += is_redirected

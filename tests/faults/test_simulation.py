@@ -18,7 +18,7 @@ from epd.serve_app.worker.worker_thread import WorkerThread
 from epd.stages.decoder.decoder import FusedDecoder
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
-from tests.faults.plan import AIMS, SIZES, Fault, FaultPlan, drawn, size_of
+from tests.faults.plan import AIMS, SIZES, Asked, Fault, FaultPlan, drawn, size_of
 from tests.faults.pool import Pool, _SharedReader, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
@@ -80,7 +80,11 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
 
 
 # Seeds that have found a fault which smaller tests hold too.
-FOUND = [("lost leaders", 265, (2, 5)), ("lost leaders", 9389, (0, 1, 2))]
+FOUND = [
+    ("lost leaders", 265, (2, 5)),
+    ("lost leaders", 9389, (0, 1, 2)),
+    ("encoders", 14794, (1, 2, 3, 4, 5)),
+]
 
 
 @pytest.mark.parametrize(("aim", "seed", "few"), FOUND)
@@ -294,6 +298,19 @@ def test_a_poisoned_request_ends_after_few_processes(pool: Pool) -> None:
         result = simulate(replace(plan, topology="2e2p2d", faults=(poison,)), pool)
         assert not result.findings
         assert result.counts["poisoned workers"] <= 4
+
+
+def test_a_request_whose_video_is_poison_ends_and_another_that_reads_beside_it_is_answered(
+    pool: Pool,
+) -> None:
+    """The only media worker is lost while it reads for both, until the suspects read one after the other."""
+    asked = Asked(0.1, 12, 0.0), Asked(0.1, 1, 0.0)
+    plan = replace(drawn(14, len(pool.questions), "poison", "small"), topology="1ep1p2d", asked=asked)
+    plan = replace(plan, num_fronts=1, num_media=1, slowness=0.3, faults=(Fault(0.0, "poison", other=0.9),))
+    result = simulate(plan, pool)
+    assert not result.findings
+    assert (result.counts["answered"], result.counts["PoisonedRequestError"]) == (1, 1)
+    assert result.counts["poisoned workers"] <= 3
 
 
 def test_a_failing_plan_is_reduced_to_the_faults_that_it_needs() -> None:

@@ -110,3 +110,22 @@ def test_a_prompt_is_retried_if_its_next_decode_worker_is_lost_before_the_prompt
         assert await attempt.wait() is Outcome.LOST
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_is_redirected_is_at_its_prefill_worker_again() -> None:
+    """Its answer had begun elsewhere. It is retried instead where that worker is kept for a suspect."""
+
+    async def run() -> None:
+        fleet = MovingFleet({"p0": 1, "d0": 1, "d1": 1})
+        bench = Bench(fleet.room, fleet)
+        moves, attempt = bench.placement.moves, await placed_at(bench, "p0", "d0")
+        attempt.arrive("d0")
+        allowed, moves._allowed = moves._allowed, lambda _, stage, workers: workers * (stage != "prefill")
+        assert not await moves.redirect(attempt)
+        assert fleet.asked == []
+        moves._allowed, is_there = allowed, list[bool]()
+        fleet.on[Reserve] = lambda: is_there.append(attempt.is_at("p0"))
+        assert await moves.redirect(attempt)
+        assert is_there == [True]
+
+    asyncio.run(run())

@@ -26,6 +26,7 @@ from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
 from epd.serve_app.orchestration.group_feed import GroupFeed, GroupRun, ItemFrames, _num_read, plan_runs
+from epd.serve_app.orchestration.isolation import Isolation
 from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
@@ -50,7 +51,8 @@ class Feed:
         shared, losses = shared_parts(fleet), cast(LossCounter, NoLosses())
         attempt = Attempt(1, cast(LiveAnswer, SimpleNamespace(plan=plan, request=request)), shared.router)
         self.plan = plan
-        self.items = [ItemFrames(shared, media, losses, attempt, item) for item in range(len(plan.media))]
+        parts = shared, media, losses, Isolation(shared), attempt
+        self.items = [ItemFrames(*parts, item) for item in range(len(plan.media))]
 
     def groups(self, item: int) -> list[MediaGroup]:
         return [group for group in self.plan.groups if group.item == item]
