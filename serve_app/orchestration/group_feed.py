@@ -269,12 +269,8 @@ class GroupFeed:
         self, shared: Shared, media: FleetMedia, losses: LossCounter, isolation: Isolation, attempt: Attempt
     ) -> None:
         """Starts with nothing granted."""
-        self._shared = shared
-        self._media = media
-        self._dispatcher = shared.dispatcher
-        self._losses = losses
-        self._isolation = isolation
-        self._attempt = attempt
+        self._shared, self._dispatcher, self._attempt = shared, shared.dispatcher, attempt
+        self._media, self._losses, self._isolation = media, losses, isolation
         self._last_encoder: str | None = None
         self._granted: dict[_Place, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
