@@ -123,11 +123,7 @@ def day_rows(highs: tuple[float, ...], seeds: range) -> list[Row]:
 def wave_rows(periods_s: tuple[float, ...]) -> list[Row]:
     rows = []
     for period_s in periods_s:
-        tides = [
-            LoadWave(PICTURES, square_wave(0.2, 2.2, period_s), 2.2),
-            LoadWave(TALK, square_wave(0.3, 2.5, period_s, 0.5), 2.5),
-        ]
-        work = jobs(tides, WAVES_S, 0)
+        work = waves(period_s, (0.2, 2.2), (0.3, 2.5))
         static, switched = simulate("3e1p4d", work), simulate("3e1p4d", work, ELASTICITY)
         rows.append(
             {
@@ -144,11 +140,7 @@ def merged_rows(periods_s: tuple[float, ...]) -> list[Row]:
     """Mean seconds to the end of an answer, and attainment, by period."""
     rows = []
     for period_s in periods_s:
-        tides = [
-            LoadWave(PICTURES, square_wave(0.1, 1.0, period_s), 1.0),
-            LoadWave(TALK, square_wave(0.15, 1.25, period_s, 0.5), 1.25),
-        ]
-        work = jobs(tides, WAVES_S, 0)
+        work = waves(period_s, (0.1, 1.0), (0.15, 1.25))
         static = {name: simulate(name, work) for name in MERGED}
         switched = {name: simulate(name, work, switching(name)) for name in (*MERGED, "2e1p1d")}
         rows.append(
@@ -161,6 +153,15 @@ def merged_rows(periods_s: tuple[float, ...]) -> list[Row]:
         )
         print(rows[-1], file=sys.stderr)
     return rows
+
+
+def waves(period_s: float, pictures: tuple[float, float], talk: tuple[float, float]) -> list[Job]:
+    """Returns requests of both kinds in turns. pictures, talk: least and most requests a second."""
+    tides = [
+        LoadWave(PICTURES, square_wave(*pictures, period_s), pictures[1]),
+        LoadWave(TALK, square_wave(*talk, period_s, 0.5), talk[1]),
+    ]
+    return jobs(tides, WAVES_S, 0)
 
 
 def switching(topology: str) -> Elasticity:

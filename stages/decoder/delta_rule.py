@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -160,7 +161,7 @@ class DeltaWork(NamedTuple):
         return out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeltaPlan:
     """Says which slots the rows of a pass read and write; no slot that is written is read.
 
@@ -168,7 +169,7 @@ class DeltaPlan:
     sources, targets: their slots, int64 [S] on the device.
     drafted: sequences with drafts; None without any.
     runs: the others.
-    work: the same for kernels.
+    parts: all sequences.
     """
 
     singles: Tensor | slice | None
@@ -176,7 +177,7 @@ class DeltaPlan:
     targets: Tensor
     drafted: DraftedRuns | None
     runs: tuple[DeltaRun, ...]
-    work: DeltaWork
+    parts: tuple[DeltaRun, ...]
 
     @classmethod
     def build(
@@ -197,8 +198,13 @@ class DeltaPlan:
             targets,
             DraftedRuns.of(drafted, device) if drafted else None,
             runs,
-            DeltaWork.of(parts, device),
+            tuple(parts),
         )
+
+    @cached_property
+    def work(self) -> DeltaWork:
+        """Returns the plan for kernels, which nothing else needs."""
+        return DeltaWork.of(self.parts, self.sources.device)
 
     def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
         """Returns [T, H, Dv]. matrices: float32 [slots, H, Dk, Dv], of which `targets` are written."""
