@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from epd.encode.encoder_cache import GroupKey, GroupSpec
 from epd.encode.sharding import FIRST_GROUP_TOKENS, cut_units, units_of
 from epd.encoders.plans import MediaItem, MediaPlan, PromptPlan
-from epd.kv.kv_identity import DIGEST_BYTES, TokenIdentity, as_one, token_identity
+from epd.kv.prefix_cache import DIGEST_BYTES, TokenIdentity, as_one, token_identity
 from epd.types import PlaceholderRange
 
 

@@ -14,8 +14,7 @@ from epd.answer_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parse
 from epd.colour import parse_colour
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
-from epd.encode.encode_batching import BATCH_PATCHES
-from epd.encode.sharding import Sharding
+from epd.encode.sharding import BATCH_PATCHES, Sharding
 from epd.engine_config import ENGINE_FIELDS, check_reduction
 from epd.errors import RequestError
 from epd.kv.pass_limits import PassLimits

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from epd.encoders import PromptPlan
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.faults import RequestFault, logged_fault

@@ -24,7 +24,7 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, UnsupportedMediaError
-from epd.kv.kv_identity import token_identity
+from epd.kv.prefix_cache import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams

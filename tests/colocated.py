@@ -28,7 +28,7 @@ from torch import Tensor
 
 from epd import video
 from epd.chat import ChatMessage, one_turn
-from epd.encode.encode_batching import BATCH_PATCHES
+from epd.encode.sharding import BATCH_PATCHES
 from epd.encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import device_of

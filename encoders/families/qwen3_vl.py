@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from epd.encoders.adapter import Embeddings
-from epd.encoders.families.qwen_sizes import frame_size
 from epd.encoders.families.qwen_tower import TableGeometry, tabled_inputs
-from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.families.qwen_vl import QwenVLAdapter, frame_size
 from epd.encoders.plans import Grid, MediaItem, MediaPlan
-from epd.encoders.prompt.mrope import VisualSpan
-from epd.encoders.prompt.prompt import Expansion, in_frames
+from epd.encoders.prompt.prompt import Expansion, VisualSpan, in_frames
 from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
 
 # Of releases of transformers whose processor has no cap: what a later one's holds a frame to.

@@ -20,10 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from epd.kv.block_pool import BlockCopy, BlockPool, BlockTable
-from epd.kv.kv_identity import TokenIdentity
-from epd.kv.kv_room import KVRoom, RequestBlocks, Shortage
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.prefix_cache import PrefixMatch
+from epd.kv.kv_room import KVCacheSpec, KVRoom, RequestBlocks, Shortage
+from epd.kv.prefix_cache import PrefixMatch, TokenIdentity
 from epd.kv.windows import WindowTable
 from epd.types import ceil_div
 

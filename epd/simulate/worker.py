@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventPriority, EventQueue
 from epd.simulate.deployment import Deployment

@@ -21,8 +21,7 @@ from itertools import count
 from typing import Any
 
 from epd.control.admission import AdmissionQueue, QueueSummary
-from epd.control.arrivals import Arrivals, RequestWork
-from epd.control.recent import Recent
+from epd.control.recent import Arrivals, Recent, RequestWork
 from epd.control.routing import Router
 from epd.control.speeds import Speeds
 from epd.encoders import MediaPlan

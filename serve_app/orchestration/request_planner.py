@@ -20,11 +20,10 @@ from epd.encoders.groups import plan_groups, prompt_identity, salted
 from epd.encoders.plans import PromptPlan
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
-from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.lora_modules import LoRAModule
 from epd.models import knowledge_of
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.sampling_params import SamplingParams
+from epd.sampling_params import TYPICAL_TOKENS, SamplingParams
 from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
 from epd.serve_app.token_text import TokenTexts

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
+from epd.encode.sharding import BATCH_PATCHES
 from epd.encoders import Adapter, load_adapter, num_deepstack
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config

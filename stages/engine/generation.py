@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from epd.encoders import Adapter, PromptPlan
 from epd.encoders.checkpoint import read_config, read_generation_config
-from epd.kv.answer_length import expected_tokens, held_to_context
-from epd.kv.kv_identity import TokenIdentity
-from epd.sampling_params import SamplingParams
+from epd.kv.prefix_cache import TokenIdentity
+from epd.sampling_params import SamplingParams, expected_tokens, held_to_context
 from epd.stages.engine.faults import RequestFault
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.sampling.sampling_state import with_bad_tokens
