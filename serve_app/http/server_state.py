@@ -173,7 +173,7 @@ class ServerState(ChatAnswers):
         if record.is_answer:
             self.metrics.observe(record)
             record.log()
-            if self.tracing.is_on:
+            if self.is_traced:
                 self.tracing.add(record.trace())
 
 

@@ -346,7 +346,7 @@ class Prompts:
         with self._shared.requests.planning():
             loop = asyncio.get_running_loop()
             self._planner.check_images(request)
-            images = await self._media.plan_images(request.media)
+            images = await self._media.plan_images(request.media) if request.media else {}
             plan = self._planner.plan_at_once(request, images)
             if plan is None:
                 plan = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
