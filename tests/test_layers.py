@@ -75,7 +75,6 @@ ROOMS: dict[str, dict[str, str]] = {
         "prompt": ".",
         "families": ". kernels patches.py prompt reduction",
         "reduction": ".",
-        "batch.py": ".",
         "registry.py": ". prompt",  # and a family when it is asked for
         "__init__.py": ". prompt registry.py",
     },

@@ -49,7 +49,7 @@ class Seen:
                 self.records.add(kind.__qualname__)
 
     def during(self, work: Callable[[], object]) -> dict[str, list[str]]:
-        """Returns the files and types of records that a piece of work needs, once nothing is left of another."""
+        """Returns the files and types of records that a piece of work needs, once the one before is over."""
         time.sleep(_SETTLED_S)
         self.files.clear()
         self.records.clear()

@@ -23,8 +23,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from epd.chat import ChatMessage
+from epd.encoders.adapter import Adapter
 from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.plans import MediaItem, MediaPlan
+from epd.encoders.plans import MediaItem, MediaPlan, PromptPlan
 from epd.encoders.prompt.chat import Placeholders, check_media, moved_media, render_chat
 from epd.types import Int64Array, MediaKind, PlaceholderRange
 
@@ -185,3 +186,10 @@ def _times(span: VisualSpan, layout: PositionLayout) -> Int64Array:
     span_s, per_second = np.float32(span.frame_span_s), np.float32(span.positions_per_second)
     times = frames * span_s * per_second if layout == "authors" else frames * (per_second * span_s)
     return times.astype(np.int64)
+
+
+def plan_tokens(adapter: Adapter, token_ids: Sequence[int]) -> PromptPlan:
+    """Plans a prompt of exactly these tokens, each one position after the last, on every axis."""
+    num_tokens, num_rows = len(token_ids), len(adapter.plan_prompt((), "?").positions)
+    positions = np.tile(np.arange(num_tokens, dtype=np.int64), (num_rows, 1))
+    return PromptPlan(np.asarray(token_ids, dtype=np.int64), positions, num_tokens, ())

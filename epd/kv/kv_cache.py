@@ -9,7 +9,7 @@ What layers keep of a sequence is of three kinds:
 
     full attention     keys and values of each token, in blocks
     sliding window     those of the last tokens, in blocks that are freed behind it: see `epd/kv/windows.py`
-    recurrent state    one state of all tokens so far, in a slot: see `epd/kv/states.py`
+    recurrent state    one state of all tokens so far, in a slot: see `epd/kv/block_pool.py`
 
 A model of other kinds than the first finds a cached prefix only up to a block after which its state and the
 blocks of its windows were kept.

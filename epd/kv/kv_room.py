@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from epd.errors import require
-from epd.kv.block_pool import BlockPool, BlockTable
+from epd.kv.block_pool import SLOTS_PER_SEQUENCE, BlockPool, BlockTable, StateSlots
 from epd.kv.prefix_cache import ROW_BYTES, CachedBlock, PrefixCache, TokenIdentity
-from epd.kv.states import SLOTS_PER_SEQUENCE, StateSlots
 from epd.kv.windows import WindowTable
 from epd.types import ceil_div
 

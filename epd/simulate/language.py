@@ -19,11 +19,10 @@ from epd.kv.kv_room import KVCacheSpec
 from epd.kv.scheduled_request import Chunk, ScheduledRequest, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.profiles.profile import Profile
-from epd.simulate.clock import seconds_of, ticks_of
+from epd.simulate.clock import WorkDone, seconds_of, ticks_of
 from epd.simulate.drafting import DraftPlan, SimulatedDrafts
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.stacked_blocks import StackedBlocks, StepRun
-from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
 from epd.types import ceil_div
 
