@@ -9,7 +9,7 @@ with collector_paused():  # torch and transformers
     from epd.chat import ChatMessage, ContentPart
     from epd.encoders.adapter import Adapter, Embeddings, concatenated, num_deepstack, place
     from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan, VideoFacts
-    from epd.encoders.prompt.mrope import PositionLayout
+    from epd.encoders.prompt.prompt import PositionLayout
     from epd.encoders.registry import ADAPTERS, load_adapter
     from epd.frame_sampling import FrameSampling, ListedTimes
     from epd.pixel_limits import OWN_LIMITS, PixelLimits

@@ -1,4 +1,4 @@
-"""Defines the protocol that every model family implements, and what goes into and comes out of its tower.
+"""Defines the protocol of model families, what goes in and out of a tower, and what all families do alike.
 
 Shapes: N frames, H x W pixels, P patches, D values of a patch, V visual tokens, C channels of the language
 model, T prompt tokens. Units, plans and prompts: `epd.encoders.plans`.
@@ -6,6 +6,7 @@ model, T prompt tokens. Units, plans and prompts: `epd.encoders.plans`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from epd.chat import ChatMessage
+from epd.chat import ChatMessage, one_turn
+from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU
 from epd.encoders.plans import AudioSpec, Grid, MediaPlan, PromptPlan, VideoFacts
+from epd.errors import UnsupportedMediaError
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import TowerMerge
@@ -226,3 +229,53 @@ def place(
     if adds:
         return token_embeddings.index_add(1, visual_rows, rows[None])
     return token_embeddings.index_copy(1, visual_rows, rows[None])
+
+
+class BaseAdapter(ABC):
+    """Implements the part of `Adapter` that needs no knowledge of a family."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.checkpoint.tokenizer
+
+    @property
+    def limits_line(self) -> str:
+        return self.checkpoint.pixels.line(self.checkpoint.config.model_type)
+
+    @property
+    def compresses(self) -> bool:
+        return False
+
+    def compressed(self, plan: MediaPlan, parts: Iterable[Tensor]) -> MediaPlan:  # noqa: ARG002
+        return plan
+
+    @property
+    def audio(self) -> AudioSpec:
+        raise UnsupportedMediaError(
+            f"received audio for a model that hears nothing ({self.checkpoint.config.model_type}); allowed: "
+            "images, videos and text; use a model that hears, such as Qwen2-Audio"
+        )
+
+    def plan_audio(self, num_samples: int, start_s: float = 0.0) -> MediaPlan:
+        raise NotImplementedError("there is no audio to plan: `audio` refuses it")
+
+    @abstractmethod
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        """Lays out a conversation, see `Adapter`."""
+
+    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
+        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
+        return embeddings
+
+    def prepare_decoder(self, decoder: nn.Module) -> None:  # noqa: B027 # for a family's use
+        pass
+
+    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def prompt_kwargs(self, prompt_ids: Tensor) -> dict[str, Any]:  # noqa: ARG002
+        return {}

@@ -12,7 +12,7 @@ from epd.chat import ChatMessage, ContentPart, text_message
 from epd.encoders.adapter import Adapter
 from epd.encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
 from epd.encoders.plans import MediaPlan, VideoFacts
-from epd.encoders.prompt.mrope import PositionLayout
+from epd.encoders.prompt.prompt import PositionLayout
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
 from epd.models.families import FAMILIES, REFUSED

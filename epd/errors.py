@@ -60,7 +60,7 @@ class RequestTimeoutError(RequestError):
 
 
 class RequestBudgetError(RequestError):
-    """Reports more work than one request may cost: see `epd.control.request_budget`."""
+    """Reports more work than one request may cost: see `epd.control.admission`."""
 
 
 class UnknownUuidError(RequestError):

@@ -3,6 +3,8 @@
 Every default that depends on the machine asks here: `os.cpu_count` and the machine's memory ignore a
 container's limits. Both versions of control groups are read, the process's own group and those above it.
 `system`: the root of the file system, for tests.
+
+While a process that looks at others had no core, it could hear of nobody: that time counts against nobody.
 """
 
 from __future__ import annotations
@@ -133,3 +135,22 @@ def collector_paused() -> Iterator[None]:
         atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
+
+
+class Looks:
+    """Regular looks, every_s apart."""
+
+    def __init__(self, every_s: float, now_s: float) -> None:
+        self._every_s = every_s
+        self._looked_s = now_s
+
+    def late_s(self, now_s: float) -> float:
+        """Returns how late this look is, at least 0. To be called at each."""
+        late_s = max(0.0, now_s - self._looked_s - self._every_s)
+        self._looked_s = now_s
+        return late_s
+
+
+def excused(heard_s: float, late_s: float, now_s: float) -> float:
+    """Returns a time when something was heard, as if nobody had been silent while a look was late."""
+    return min(heard_s + late_s, now_s)

@@ -12,10 +12,9 @@ from pydantic_core import PydanticCustomError
 
 from epd.answer_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parser
 from epd.colour import parse_colour
-from epd.control.request_budget import RequestLimits
+from epd.control.admission import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
-from epd.encode.encode_batching import BATCH_PATCHES
-from epd.encode.sharding import Sharding
+from epd.encode.sharding import BATCH_PATCHES, Sharding
 from epd.engine_config import ENGINE_FIELDS, check_reduction
 from epd.errors import RequestError
 from epd.kv.pass_limits import PassLimits
@@ -29,7 +28,7 @@ from epd.reduction import (
     METHODS,
     ReductionPolicy,
 )
-from epd.serve_app.api_keys import check_keys
+from epd.serve_app.clients import check_keys
 from epd.serve_app.worker_args import WorkerArgs
 
 # Environment variables for keys that the arguments leave out.

@@ -19,7 +19,7 @@ from epd.control.routing import InFlight
 from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction import ItemReduction
 from epd.errors import EPDError
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.service import StageSpan
 from epd.serve_app.worker_info import MemoryUse

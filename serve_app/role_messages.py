@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.serve_app.messages import Message
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket

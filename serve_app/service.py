@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from epd.chat import ChatMessage, media_kinds
-from epd.control.arrivals import RequestWork
+from epd.control.recent import RequestWork
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import KEEP_ALL, NO_BUDGET, KeptCells, ReductionPolicy, VisualBudget

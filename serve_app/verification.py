@@ -23,9 +23,9 @@ from torch import Tensor
 
 from epd import video
 from epd.encoders import Adapter, Embeddings, FrameSampling, MediaPlan, PromptPlan, concatenated, load_adapter
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import published
 from epd.encoders.device import device_of, to_host
+from epd.encoders.groups import FrameEncoder
 from epd.encoders.sampling import shown_metadata
 from epd.engine_config import EngineConfig
 from epd.serve_app.llm import LLM

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from epd.encoders import PromptPlan
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
-from epd.stages.engine.faults import RequestFault, logged_fault
-from epd.stages.engine.generation import GenerateRequest, StepResult
+from epd.stages.engine.generation import GenerateRequest, RequestFault, StepResult, logged_fault
 from epd.stages.engine.sequence import TokenSequence
 from epd.stages.sampling.sampler import SampledToken
 from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from epd import video
-from epd.control.request_budget import check_visual_tokens
+from epd.control.admission import check_visual_tokens
 from epd.control.visual_budget import (
     LEAST_FRAMES,
     FrameChoice,
@@ -248,7 +248,8 @@ class _Planning:
             num_tokens = sum(plan.num_tokens for plan in plans)
             check_visual_tokens(num_tokens, choice.retention, self._room.context_tokens)
         reduction = self._reduction.with_retention(choice.retention)
-        prompt = reduce_prompt(self._lay_out(plans), reduction)
+        prompt = self._lay_out(plans)
+        prompt = reduce_prompt(prompt, reduction) if reduction.is_on else prompt
         num_wanted = sum(plan.num_frames for plan in self._default)
         made = BudgetedMedia(plans, reduction, prompt, num_wanted, self._reduction.retention)
         self._last = choice, made

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from epd.encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.families.captured_tower import CapturedTower, captured
+from epd.encoders.groups import FrameEncoder
 from epd.encoders.kernels.dispatch import uses_kernels
-from epd.encoders.prompt.raw_prompt import plan_tokens
+from epd.encoders.prompt.prompt import plan_tokens
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, UnsupportedMediaError
-from epd.kv.kv_identity import token_identity
+from epd.kv.prefix_cache import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epd.encoders import load_adapter, num_deepstack
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig

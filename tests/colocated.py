@@ -28,17 +28,16 @@ from torch import Tensor
 
 from epd import video
 from epd.chat import ChatMessage, one_turn
-from epd.encode.encode_batching import BATCH_PATCHES
+from epd.encode.sharding import BATCH_PATCHES
 from epd.encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, load_adapter
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import device_of
-from epd.encoders.groups import MediaGroup, plan_groups, prompt_identity
+from epd.encoders.groups import FrameEncoder, MediaGroup, plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, MediaLimitError, UnsupportedMediaError, check_question
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, ReductionPolicy
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.engine.generation import (
     Extent,
     GenerateRequest,

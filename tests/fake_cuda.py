@@ -55,7 +55,7 @@ WAITS: dict[tuple[str, str], str] = {
         "stages/loading/weights.py",
         "_move_buffers",
     ): "what modules compute when they are made",
-    ("encoders/batch.py", "static_units"): "how many units the tower is called with",
+    ("encoders/groups.py", "static_units"): "how many units the tower is called with",
 }
 
 _READS = (

@@ -75,7 +75,6 @@ ROOMS: dict[str, dict[str, str]] = {
         "prompt": ".",
         "families": ". kernels patches.py prompt reduction",
         "reduction": ".",
-        "batch.py": ".",
         "registry.py": ". prompt",  # and a family when it is asked for
         "__init__.py": ". prompt registry.py",
     },
@@ -111,7 +110,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/routes": (
             ". files http http/answers http/guard http/requests http/server_state.py observability"
         ),
-        "http/page": "http http/guard observability",
+        "http/page": "http observability",
         "http/http_server.py": "http http/guard observability",
         "http/api.py": (
             ". files http http/guard http/page http/requests http/routes http/server_state.py observability"
@@ -133,7 +132,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ray/server.py": ". app.py http observability ray",
         "llm.py": ". http local",
         "verification.py": "llm.py",
-        "cli": ". http http/guard local observability ray ray/server.py",
+        "cli": ". http local observability ray ray/server.py",
     },
 }
 

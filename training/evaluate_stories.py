@@ -21,7 +21,7 @@ from pathlib import Path
 import jsonschema
 
 from epd.engine_config import EngineConfig
-from epd.eval.statistics import wilson_interval
+from epd.eval.rows import wilson_interval
 from epd.models import embedded_model_path, model_folder
 from epd.shapes import Question, QuestionKind, Scene, make_scene
 from epd.video.demo_video import write_demo_video

@@ -22,9 +22,8 @@ from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
 from epd.encode.encoder_cache import CachedGroup
 from epd.encoders import Adapter, FrameSampling, VideoFacts
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.families.captured_tower import SIZES, captured
-from epd.encoders.groups import prompt_identity
+from epd.encoders.groups import FrameEncoder, prompt_identity
 from epd.encoders.plans import MediaPlan
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, StaticCache
 from benchmarks.gpu.measures import video_plan
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 
 _ROOM = 64  # tokens behind the prompt
 _NUM_PREFILLED = 2048  # tokens of a pass that fills the cache

@@ -27,9 +27,8 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.connectors.mailbox import InProcessHub
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob
-from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from epd.stages.encode.encoder_pool import EmbeddingSplicer, EncoderPool, EncoderPoolShape
 from epd.stages.engine.generation import GenerateRequest, StepResult
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
 from epd.stages.placement import Placement

@@ -24,6 +24,7 @@ from benchmarks.reporting import table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _IDLE_S = 3.0
+_SETTLED_S = 0.5
 
 
 @dataclass(slots=True)
@@ -48,7 +49,8 @@ class Seen:
                 self.records.add(kind.__qualname__)
 
     def during(self, work: Callable[[], object]) -> dict[str, list[str]]:
-        """Returns the files and types of records that a piece of work needs."""
+        """Returns the files and types of records that a piece of work needs, once the one before is over."""
+        time.sleep(_SETTLED_S)
         self.files.clear()
         self.records.clear()
         work()

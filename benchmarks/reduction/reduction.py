@@ -51,14 +51,13 @@ from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import EngineConfig
 from epd.eval.items import FULL
-from epd.eval.rows import EvalRow, Pairs, PartAccuracy, RowSelection, by_setting, eval_rows
-from epd.eval.statistics import mcnemar_p
+from epd.eval.rows import EvalRow, Pairs, PartAccuracy, RowSelection, by_setting, eval_rows, mcnemar_p
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes.questions import ONE_WORD_KINDS
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.engine.generation import GenerateRequest
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from training.stories import TOLD_KINDS

@@ -46,8 +46,7 @@ from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
 from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
-from epd.stages.encode.encoder_pool import EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingSplicer, EncoderPool
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, generation_settings
 from epd.stages.engine.kv_pool import KVPools

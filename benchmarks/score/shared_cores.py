@@ -26,8 +26,7 @@ from pydantic import TypeAdapter
 from epd.profiles.cost import StageTable
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Simulation
-from epd.simulate.clock import EventPriority, EventQueue, ticks_of
-from epd.simulate.machine import Machine, OverheadName, SimulatedTask, Then
+from epd.simulate.clock import EventPriority, EventQueue, Machine, OverheadName, SimulatedTask, Then, ticks_of
 from epd.types import ceil_div
 
 _CORE = 1000  # shares of one core

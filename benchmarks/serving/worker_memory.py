@@ -35,7 +35,7 @@ from benchmarks.gpu.checkpoint import write_full
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.adapter import Embeddings
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.host_memory import resident_bytes
 from epd.models import embedded_model_path
 from epd.profiles.memory import MemoryLimits, MemoryNeeds

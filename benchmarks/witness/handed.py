@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from benchmarks.witness.timecode import HEIGHT, WIDTH
 from epd.encoders import FrameSampling, MediaPlan, PixelLimits
 from epd.encoders.adapter import Adapter, Embeddings, PatchRun
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import CPU
-from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.groups import FrameEncoder, MediaGroup, plan_groups
 from epd.encoders.registry import load_adapter
 from epd.serve_app.orchestration.group_feed import plan_runs
 from epd.stages.media import plan_video

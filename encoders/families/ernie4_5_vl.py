@@ -17,8 +17,7 @@ from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
 from epd.encoders.families.interfaces import FEATURES
-from epd.encoders.families.qwen_sizes import image_size
-from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.families.qwen_vl import QwenVLAdapter, image_size
 from epd.encoders.patches import patchify, resize_image
 from epd.encoders.plans import Grid, MediaPlan, VideoFacts
 from epd.encoders.prompt.prompt import enclosing_ids

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
+from epd.encoders.adapter import BaseAdapter, Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
-from epd.encoders.families.base import BaseAdapter
 from epd.encoders.patches import INTERPOLATION, resize_image
 from epd.encoders.plans import Grid, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
+from epd.encoders.adapter import BaseAdapter, Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, device_of
-from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.interfaces import (
     FEATURES,
     model_class,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
-from epd.encoders.families.qwen_sizes import frame_size
 from epd.encoders.families.qwen_tower import framed_inputs
+from epd.encoders.families.qwen_vl import frame_size
 from epd.encoders.plans import Grid, MediaPlan, VideoFacts
 from epd.encoders.sampling import sample_by_rule
 from epd.frame_sampling import FrameSampling

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.families.qwen_sizes import image_size
+from epd.encoders.families.qwen_vl import image_size
 from epd.encoders.patches import INTERPOLATION
 from epd.errors import UnsupportedModelError
 from epd.pixel_limits import PixelLimits

@@ -28,10 +28,9 @@ from torch.nn.functional import linear
 from transformers.vision_utils import get_vision_nearest_position_ids
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
+from epd.encoders.adapter import BaseAdapter, Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
-from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.interfaces import model_class, position_rule
 from epd.encoders.families.qwen_tower import attend_alike, attend_runs
 from epd.encoders.families.tiles import TileSpec, tile_spec

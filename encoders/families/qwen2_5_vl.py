@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from epd.encoders.device import CPU
-from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import WindowGeometry, framed_inputs, windowed_inputs
-from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.families.qwen_vl import QwenVLAdapter, image_size
 from epd.encoders.plans import Grid, MediaItem
-from epd.encoders.prompt.mrope import VisualSpan
+from epd.encoders.prompt.prompt import VisualSpan
 from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
 
 # Of releases of transformers whose processor has no cap: what a later one's holds a video to.

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
+from epd.encoders.adapter import BaseAdapter, Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
-from epd.encoders.families.base import BaseAdapter
 from epd.encoders.plans import AudioSpec, Grid, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError

@@ -24,10 +24,9 @@ from torchvision.transforms.v2 import functional as tvf
 from transformers.utils.import_utils import is_torchvision_greater_or_equal
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
+from epd.encoders.adapter import BaseAdapter, Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, constants, to_device
-from epd.encoders.families.base import BaseAdapter
 from epd.encoders.patches import PatchSpec, patchify
 from epd.encoders.plans import Grid, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt

@@ -26,12 +26,11 @@ from epd.chat import ChatMessage
 from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import to_device
-from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import attend_runs, framed_inputs, rotate
-from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.families.qwen_vl import QwenVLAdapter, image_size
 from epd.encoders.patches import patchify
 from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan
-from epd.encoders.prompt.mrope import VisualSpan
+from epd.encoders.prompt.prompt import VisualSpan
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.reduction.tower_merging import RunMerger
 from epd.pixel_limits import CAP_FIELD, NO_CAPS, FrameCaps, PixelLimits, refuse

@@ -1,4 +1,4 @@
-"""Cuts a video into groups and chooses the encoder of each, both live and simulated.
+"""Cuts a video into groups, chooses the encoder of each and those it takes together, live and simulated.
 
     units          |  0   1   2   3   4   5   6   7 |  8   9  10  11  12  13  14  15 | 16  ...
     whole video     [ 0   1 )[ 2   3   4   5   6   7 )[  8 ...                     15 )[ 16 ...
@@ -18,8 +18,10 @@ what is kept depends on each other, go to one encoder.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, Protocol
+
+from epd.encode.encoder_cache import GroupKey
 
 # Visual tokens that are encoded and prefilled together, about. Encoders take several groups that wait in one
 # call, so larger groups only come later: docs/encoders.md has what the simulator says.
@@ -72,3 +74,46 @@ def sends_groups(sharding: Sharding, encoders: Collection[str], prefill_worker: 
     if not encoders or (sharding == "local" and prefill_worker in encoders):
         return False
     return set(encoders) != {prefill_worker}
+
+
+# Patches that the tower takes together.
+DEFAULT_BATCH_PATCHES = 4096
+# By the type of the device: a GPU launches hundreds of kernels for a call of the tower, whatever it encodes.
+BATCH_PATCHES: Mapping[str, int] = {"cpu": DEFAULT_BATCH_PATCHES, "cuda": 16_384}
+
+
+class WaitingGroup(Protocol):
+    """Is what the batch policy sees of a group that waits for an encoder."""
+
+    @property
+    def key(self) -> GroupKey: ...
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Returns what groups must have in common to share one call of the tower."""
+        ...
+
+    @property
+    def num_patches(self) -> int: ...
+
+
+def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:
+    """Returns ascending indices of the groups to encode next; a group larger than the budget goes alone.
+
+    The oldest group comes first and is always taken, so none starves; of groups with equal keys only the
+    first is taken, since it serves all.
+    """
+    shape: tuple[object, ...] | None = None
+    picked: list[int] = []
+    keys: set[GroupKey] = set()
+    filled = 0
+    for index, group in enumerate(waiting):
+        shape = group.shape if shape is None else shape
+        if group.shape != shape or group.key in keys:
+            continue
+        if picked and filled + group.num_patches > max_patches:
+            break
+        picked.append(index)
+        keys.add(group.key)
+        filled += group.num_patches
+    return picked

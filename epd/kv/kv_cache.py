@@ -9,7 +9,7 @@ What layers keep of a sequence is of three kinds:
 
     full attention     keys and values of each token, in blocks
     sliding window     those of the last tokens, in blocks that are freed behind it: see `epd/kv/windows.py`
-    recurrent state    one state of all tokens so far, in a slot: see `epd/kv/states.py`
+    recurrent state    one state of all tokens so far, in a slot: see `epd/kv/block_pool.py`
 
 A model of other kinds than the first finds a cached prefix only up to a block after which its state and the
 blocks of its windows were kept.
@@ -20,10 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from epd.kv.block_pool import BlockCopy, BlockPool, BlockTable
-from epd.kv.kv_identity import TokenIdentity
-from epd.kv.kv_room import KVRoom, RequestBlocks, Shortage
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.prefix_cache import PrefixMatch
+from epd.kv.kv_room import KVCacheSpec, KVRoom, RequestBlocks, Shortage
+from epd.kv.prefix_cache import PrefixMatch, TokenIdentity
 from epd.kv.windows import WindowTable
 from epd.types import ceil_div
 

@@ -26,8 +26,15 @@ from typing import Literal
 
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.scheduled_request import KeptPrompts, Reservations, ScheduledRequest
-from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
+from epd.kv.scheduled_request import (
+    Chunk,
+    KeptPrompts,
+    Preemption,
+    Reservations,
+    Restore,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from epd.types import ceil_div
 
 PreemptionMode = Literal["recompute", "offload"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
-from epd.encode.sharding import GROUP_TOKENS
+from epd.encode.sharding import DEFAULT_BATCH_PATCHES, GROUP_TOKENS
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S, ticks_of

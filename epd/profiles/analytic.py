@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from epd.kv.kv_spec import SCALE_BYTES
+from epd.kv.kv_room import SCALE_BYTES
 from epd.profiles.accelerators import CATALOGUE, Device, Devices
 from epd.profiles.catalogue import model_named
 from epd.profiles.cost import StageCost, StageTable, ValidRange

@@ -3,7 +3,7 @@
     device | fixed | weights | embeddings | activations | keys and values ........ | kept free |
            |                   fixed by the settings     | the rest                | 1 - utilization
 
-Recurrent states and sliding windows are fixed by the settings too, as in `epd/kv/kv_spec.py`.
+Recurrent states and sliding windows are fixed by the settings too, as in `epd/kv/kv_room.py`.
 A worker that encodes beside its passes holds the activations of both; one that takes turns, of the larger.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
-from epd.kv.kv_spec import state_slots, window_blocks
+from epd.kv.kv_room import state_slots, window_blocks
 from epd.topology import Stage, role_letters
 
 

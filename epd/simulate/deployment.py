@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
-from epd.encode.sharding import Sharding
+from epd.encode.sharding import DEFAULT_BATCH_PATCHES, Sharding
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryLimits, WorkerMemory

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epd.control.elasticity.cluster import StageSample
-from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
+from epd.encode.sharding import pick_batch
 from epd.profiles.profile import Profile
-from epd.simulate.clock import ticks_of
+from epd.simulate.clock import WorkDone, ticks_of
 from epd.simulate.receiving import GroupReceiver
 from epd.simulate.requests import RequestState
-from epd.simulate.work_done import WorkDone
 
 _WRITER = "batch"  # holds groups that are being encoded
 

@@ -18,10 +18,10 @@ from epd.control.visual_budget import (
     room_for_media,
     share_frames,
 )
-from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.profiles.media import MediaRule, MediaWork
 from epd.profiles.profile import Profile
 from epd.reduction import VisualBudget
+from epd.sampling_params import TYPICAL_TOKENS
 from epd.types import ceil_div
 from epd.workload.requests import RequestShape
 

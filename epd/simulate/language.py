@@ -15,16 +15,14 @@ from epd.control.elasticity.cluster import StageSample
 from epd.errors import InfeasibleError
 from epd.kv.block_pool import BlockPool
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduler_output import Chunk, SchedulerOutput
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.scheduled_request import Chunk, ScheduledRequest, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.profiles.profile import Profile
-from epd.simulate.clock import seconds_of, ticks_of
+from epd.simulate.clock import WorkDone, seconds_of, ticks_of
 from epd.simulate.drafting import DraftPlan, SimulatedDrafts
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.stacked_blocks import StackedBlocks, StepRun
-from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
 from epd.types import ceil_div
 

@@ -17,11 +17,10 @@ from epd.control.routing import Router
 from epd.control.way_back import cheapest
 from epd.encode.sharding import wanted_encoder
 from epd.profiles.profile import Profile
-from epd.simulate.clock import EventPriority, EventQueue, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, Machine, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.kept_media import Disk, Fleet, part_costs
-from epd.simulate.machine import Machine
 from epd.simulate.receiving import GroupReceiver, group_key
 from epd.simulate.requests import RequestState
 from epd.simulate.worker import CpuPool, SimulatedWorker

@@ -17,11 +17,11 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from epd.control.admission import AdmissionQueue
-from epd.control.arrivals import RequestWork
 from epd.control.elasticity.cluster import StageSample, WorkerSample
 from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
 from epd.control.elasticity.estimator import TrafficEstimator
 from epd.control.placement import Candidates, PlacementPolicy, Step
+from epd.control.recent import RequestWork
 from epd.control.routing import Router
 from epd.errors import InfeasibleError, OverloadedError
 from epd.profiles.cost import StageCost

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from epd.control.placement import Placement
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.profiles.cost import StageCost, StageTable
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile

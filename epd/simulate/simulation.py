@@ -18,11 +18,10 @@ from epd.control.elasticity.controller import Switch
 from epd.control.placement import Candidates, Placement
 from epd.control.routing import Router
 from epd.profiles.profile import Profile
-from epd.simulate.clock import EventPriority, EventQueue, seconds_of, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, Machine, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeTask
 from epd.simulate.language import PassResult
-from epd.simulate.machine import Machine
 from epd.simulate.media_flow import MediaFlow
 from epd.simulate.placement import (
     Elasticity,

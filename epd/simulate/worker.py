@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
 from epd.profiles.profile import Profile
-from epd.simulate.clock import EventPriority, EventQueue
+from epd.simulate.clock import EventPriority, EventQueue, Machine, SimulatedTask
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
-from epd.simulate.machine import Machine, SimulatedTask
 from epd.simulate.receiving import GroupReceiver, embedding_cache
 from epd.simulate.records import WorkSpan
 from epd.topology import STAGES, Stage, stages_of

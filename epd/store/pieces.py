@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 
 # Tokens of a piece, about. Fewer make more files; of more, more are lost where prompts differ within a piece.
 PIECE_TOKENS = 256

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from epd.errors import InfeasibleError, require
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.transfer.connectors import (
     HandoverState,
     KVChunk,

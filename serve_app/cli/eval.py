@@ -16,8 +16,7 @@ from epd.errors import RequestError
 from epd.eval.files import read_videos
 from epd.eval.items import FULL, EvalCase
 from epd.eval.plan import EvalPlan, demo_cases
-from epd.eval.rows import EvalRow, RowSelection, eval_rows, table_rows
-from epd.eval.statistics import Interval
+from epd.eval.rows import EvalRow, Interval, RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.models import DEFAULT_MODEL
 from epd.picture import picture

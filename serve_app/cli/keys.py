@@ -11,8 +11,8 @@ import typer
 from pydantic import ValidationError
 
 from epd.errors import RequestError
-from epd.serve_app.api_keys import ApiKey, hash_of
 from epd.serve_app.cli.usage import GroupedCommand
+from epd.serve_app.clients import ApiKey, hash_of
 
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

@@ -26,12 +26,10 @@ from epd.errors import CancelledError, EPDError, RequestError
 from epd.models import knowledge_line, served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
-from epd.serve_app.cli.config import parse_values
+from epd.serve_app.cli.config import limits_of, model_type_of, parse_values
 from epd.serve_app.cli.flags import with_fields_of
 from epd.serve_app.cli.options import AppName
-from epd.serve_app.http.address import ROOT, HttpAddress, checked_prefix
-from epd.serve_app.http.guard.host_check import names_for
-from epd.serve_app.model_facts import limits_of, model_type_of
+from epd.serve_app.http.address import ROOT, HttpAddress, checked_prefix, names_for
 from epd.serve_app.observability.logs import operation, with_fields, write_logs
 from epd.serve_app.ray.process_tree import adopt_orphans, end_process
 from epd.serve_app.worker_info import MemoryUse

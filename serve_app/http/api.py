@@ -20,7 +20,7 @@ from epd.machine import steady_time_s
 from epd.serve_app.clients import Right
 from epd.serve_app.files.batch_runner import BatchRunner
 from epd.serve_app.files.records import BatchRequest, CompleteRequest, UploadRequest
-from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.address import HostCheck
 from epd.serve_app.http.guard.http_guard import (
     KeyCheck,
     RequestEdge,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from epd.answer_parsers import AnswerParsing
 from epd.chat import ChatMessage
-from epd.control.request_budget import RequestLimits
+from epd.control.admission import RequestLimits
 from epd.errors import OverloadedError, RequestError
 from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy
@@ -219,8 +219,7 @@ class ChatAnswers:
         model = self.check_chat(chat)
         messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
         parsed = ParsedRequest(chat, messages, sent, client=client)
-        named = await self.named_media.completed(parsed.namespace, sent, client.share)
-        found = await self.with_files(named, client)
+        found = await self._found(parsed) if sent else ()
         parsed = replace(parsed, references=found)
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:
@@ -228,6 +227,12 @@ class ChatAnswers:
         cost = budget_of(chat, messages, found, num_bytes=num_bytes, context_tokens=model.max_model_len)
         cost.check(self.settings.limits)
         return await self.accepted(parsed, record, model)
+
+    async def _found(self, parsed: ParsedRequest) -> tuple[MediaReference, ...]:
+        """Returns the media of a request, those that came as a name found. Raises EPDError."""
+        client = parsed.client
+        named = await self.named_media.completed(parsed.namespace, parsed.references, client.share)
+        return await self.with_files(named, client)
 
     async def with_files(
         self, references: tuple[MediaReference, ...], _client: Client
@@ -278,9 +283,12 @@ class ChatAnswers:
         shows_spans = bool(parsed.chat.epd and parsed.chat.epd.events)
         record.num_media = len(parsed.references)
         with self.admitted():
-            async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share, media)
-                del parsed  # it holds whole media as text, and the answer may take minutes
+            references = parsed.references
+            sources = self.media.sources(record.request_id, references) if references else nullcontext(())
+            async with sources as media:
+                if media:
+                    self.named_media.keep(parsed.namespace, references, parsed.client.share, media)
+                del parsed, references  # with whole media as text, and the answer may take minutes
                 self.begun(record)
                 async with aclosing(self.service.answer(request(media=media))) as answer:
                     async for items in answer:

@@ -22,9 +22,9 @@ from epd.batch.tasks import Failed
 from epd.console import counted
 from epd.encode.sharding import GROUP_TOKENS
 from epd.errors import RequestBudgetError
-from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.profiles.media import MediaRule
 from epd.profiles.profile import Profile
+from epd.sampling_params import TYPICAL_TOKENS
 from epd.types import ceil_div
 
 # Answers that are decoded together.

@@ -18,8 +18,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from epd.control.lateness import Looks
 from epd.errors import CancelledError, EPDError
+from epd.machine import Looks
 from epd.serve_app.fleet import (
     Bulk,
     FleetBroken,

@@ -30,8 +30,7 @@ from epd import video
 from epd.encoders import MediaPlan
 from epd.errors import CancelledError, EPDError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from epd.serve_app.media.image_planner import ImagePlanner, picture_of
+from epd.serve_app.media.frame_reader import FrameReader, FrameStream, ImagePlanner, picture_of, stream_here
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_spool import FetchedFile, Hold, MediaSpool, SpoolLimits
 from epd.serve_app.media_messages import (

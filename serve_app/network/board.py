@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from epd.control.elasticity.assignment import roles_for_newcomer
-from epd.control.lateness import Looks, excused
+from epd.machine import Looks, excused
 from epd.serve_app.network.calls import Channel
 from epd.serve_app.network.link import Link, LinkClosedError, connect
 from epd.serve_app.network.members import Credentials, Hello, Member, View

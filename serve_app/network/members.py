@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from epd.control.arrivals import TrafficTotals
 from epd.control.elasticity.replicas import ReplicaAdvice
 from epd.control.loss_policy import LossReport
+from epd.control.recent import TrafficTotals
 from epd.serve_app.network.link import Address
 from epd.serve_app.worker_info import WorkerInfo
 

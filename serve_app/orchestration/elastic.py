@@ -15,11 +15,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from epd.control.arrivals import Arrivals
 from epd.control.elasticity.cluster import ClusterTraffic, MediaSample, WorkerSample
 from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
 from epd.control.elasticity.estimator import TrafficEstimator
 from epd.control.elasticity.replicas import MediaReplicas, ReplicaAdvice, ReplicaConfig, StageReplicas
+from epd.control.recent import Arrivals
 from epd.errors import EPDError
 from epd.serve_app.messages import WorkerLoad
 from epd.serve_app.orchestration.replacement import SwitchRoles

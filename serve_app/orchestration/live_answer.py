@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from epd.control.arrivals import RequestWork
+from epd.control.recent import RequestWork
 from epd.encoders import MediaPlan
 from epd.encoders.groups import MediaGroup
 from epd.encoders.plans import PromptPlan
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import Admitted, EmbeddingsReused, SpanDone
 from epd.serve_app.orchestration.substituted import SubstitutedFrames

@@ -21,8 +21,7 @@ from itertools import count
 from typing import Any
 
 from epd.control.admission import AdmissionQueue, QueueSummary
-from epd.control.arrivals import Arrivals, RequestWork
-from epd.control.recent import Recent
+from epd.control.recent import Arrivals, Recent, RequestWork
 from epd.control.routing import Router
 from epd.control.speeds import Speeds
 from epd.encoders import MediaPlan
@@ -347,7 +346,7 @@ class Prompts:
         with self._shared.requests.planning():
             loop = asyncio.get_running_loop()
             self._planner.check_images(request)
-            images = await self._media.plan_images(request.media)
+            images = await self._media.plan_images(request.media) if request.media else {}
             plan = self._planner.plan_at_once(request, images)
             if plan is None:
                 plan = await loop.run_in_executor(self._threads, self._planner.plan, request, images)

@@ -12,19 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from epd.control.admission import RequestLimits, check_num_pixels
 from epd.control.recent import Recent
-from epd.control.request_budget import RequestLimits, check_num_pixels
 from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from epd.encoders.groups import plan_groups, prompt_identity, salted
 from epd.encoders.plans import PromptPlan
-from epd.encoders.prompt.raw_prompt import plan_tokens
+from epd.encoders.prompt.prompt import plan_tokens
 from epd.errors import MediaError, RequestError
-from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.lora_modules import LoRAModule
 from epd.models import knowledge_of
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.sampling_params import SamplingParams
+from epd.sampling_params import TYPICAL_TOKENS, SamplingParams
 from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
 from epd.serve_app.token_text import TokenTexts

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from epd.control.lateness import Looks, excused
+from epd.machine import Looks, excused
 from epd.serve_app.messages import WorkerLoad, WorkerReport
 from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
 

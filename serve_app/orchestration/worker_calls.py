@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from epd.control.placement import PlacementPolicy
 from epd.errors import EPDError, UnavailableError
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import TokenIdentity
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, WorkerLoad, endpoint
 from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared

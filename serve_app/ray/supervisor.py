@@ -19,8 +19,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from epd.control.lateness import Looks, excused
 from epd.errors import UnavailableError
+from epd.machine import Looks, excused
 from epd.serve_app.ray.process_tree import adopt_orphans, children, end_with_error
 
 _RAYLET, _GCS, _CONTROLLER = "Ray's raylet", "Ray's GCS", "the controller of Ray Serve"

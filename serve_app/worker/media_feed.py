@@ -25,9 +25,8 @@ from epd.encoders.reduction import begins_reading, is_cut_at_encoder, kept_spec
 from epd.reduction import KeptCells
 from epd.serve_app.messages import GroupFailed, GroupsArrived
 from epd.serve_app.worker.worker_roles import ReportBuffer
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver, EmbeddingSplicer
-from epd.stages.engine.faults import RequestFault, logged_fault
-from epd.stages.engine.generation import GenerateRequest
+from epd.stages.encode.encoder_pool import EmbeddingReceiver, EmbeddingSplicer
+from epd.stages.engine.generation import GenerateRequest, RequestFault, logged_fault
 from epd.stages.prefill import PrefillStage
 from epd.transfer.connectors import Ticket
 from epd.transfer.transfers import Grant, TransferIds

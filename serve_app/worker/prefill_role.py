@@ -24,8 +24,7 @@ from epd.serve_app.service import StageSpan
 from epd.serve_app.worker.media_feed import MediaFeeds, group_end
 from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Role, Rounds, store_counters
 from epd.serve_app.worker.worker_stages import drafting_counters
-from epd.stages.engine.faults import RequestFault
-from epd.stages.engine.generation import GenerateRequest, StepResult
+from epd.stages.engine.generation import GenerateRequest, RequestFault, StepResult
 from epd.stages.prefill import PrefillStage
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome

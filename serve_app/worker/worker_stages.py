@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
+from epd.encode.sharding import BATCH_PATCHES
 from epd.encoders import Adapter, load_adapter, num_deepstack
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.checkpoint import read_config
+from epd.encoders.groups import FrameEncoder
 from epd.encoders.names import WeightSet
 from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES
 from epd.errors import InfeasibleError, RequestError
@@ -28,9 +28,8 @@ from epd.serve_app.worker.worker_settings import Transport, WorkerSettings
 from epd.serve_app.worker_info import MemoryUse
 from epd.stages.decode import DecodeStage
 from epd.stages.device_memory import total_bytes
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EncoderPool, EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
 from epd.stages.engine.graphs import PassKind

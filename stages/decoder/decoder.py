@@ -192,7 +192,8 @@ class FusedDecoder:
             turned = by_local if by_local and is_local else rotations
             attended = self._attend(index, residual, added, inputs, turned)
             if index + 1 == self.num_layers and rows is not None and index >= len(deepstack):
-                self._lora.select(rows)
+                if self._lora.rows is not None:
+                    self._lora.rows = self._lora.rows.only(rows)
                 embedded = None if embedded is None else _only(rows, embedded)
                 residual, attended, rows = _only(rows, residual), _only(rows, attended), None
             added = self._finished(index, residual, self._mix(index, residual, attended), embedded)

@@ -79,11 +79,6 @@ class LoRAPass:
 
     rows: LoRARows | None = None
 
-    def select(self, rows: Tensor) -> None:
-        """Goes on with some of the rows, int64 [R]."""
-        if self.rows is not None:
-            self.rows = self.rows.only(rows)
-
 
 @dataclass(frozen=True, slots=True)
 class LoRALinear:

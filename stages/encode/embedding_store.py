@@ -28,8 +28,8 @@ from epd.control.recent import Pace, Recent
 from epd.control.way_back import PartCosts
 from epd.encode.encoder_cache import GroupKey
 from epd.encoders.adapter import Embeddings, PatchRun
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import to_host
+from epd.encoders.groups import FrameEncoder
 from epd.encoders.plans import MediaPlan
 from epd.stages.encode.encoder_pool import EmbeddingLayout, joined
 from epd.stages.kept_files import EMBEDDINGS_KIND

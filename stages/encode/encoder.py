@@ -25,11 +25,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES, pick_batch
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
+from epd.encode.sharding import DEFAULT_BATCH_PATCHES, pick_batch
 from epd.encoders.adapter import Embeddings
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import MediaGroup
+from epd.encoders.groups import FrameEncoder, MediaGroup
 from epd.encoders.plans import MediaPlan
 from epd.encoders.reduction.reading import ItemReduction
 from epd.errors import EPDError, InternalError

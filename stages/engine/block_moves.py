@@ -22,7 +22,7 @@ from torch import Tensor
 from epd.encoders.device import to_device
 from epd.kv.block_pool import FREED, BlockCopy
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.scheduler_output import Preemption, Restore
+from epd.kv.scheduled_request import Preemption, Restore
 from epd.stages.engine.kv_pool import KVPool, KVPools
 from epd.stages.engine.slot_copies import token_slots
 from epd.stages.engine.state_pool import StatePool

@@ -18,13 +18,18 @@ from torch import Tensor
 from epd.errors import RequestError
 from epd.kv.drafting import MOST_DRAFTS, Drafting
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduler_output import Chunk, SchedulerOutput
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.scheduled_request import Chunk, ScheduledRequest, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.stages.engine.block_moves import BlockMoves
-from epd.stages.engine.faults import FaultCounts, run_apart
-from epd.stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
+from epd.stages.engine.generation import (
+    Admission,
+    Extent,
+    FaultCounts,
+    GenerateRequest,
+    StepResult,
+    run_apart,
+)
 from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.open_sequences import OpenSequences, SequenceMaker

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from epd.kv.block_pool import BlockCopy
-from epd.kv.kv_spec import SCALE_BYTES
+from epd.kv.kv_room import SCALE_BYTES
 from epd.stages.attention.support import layer_windows, lenders, state_layers
 from epd.stages.engine.pool_memory import pool_memory
 from epd.stages.engine.slot_copies import copy_runs, copy_slots, slot_runs, token_slots

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from epd.kv.drafting import Drafting
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduler_output import Chunk
+from epd.kv.scheduled_request import Chunk, ScheduledRequest
 from epd.kv.scheduling import Scheduler
 from epd.stages.engine.block_moves import BlockMoves
 from epd.stages.engine.generation import EngineCounts, Extent, GenerateRequest, StepResult

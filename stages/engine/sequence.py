@@ -14,8 +14,7 @@ from epd.encoders.plans import PromptPlan
 from epd.kv.draft_gain import ChosenDrafts
 from epd.kv.drafting import AllDrafts
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
-from epd.kv.scheduler_output import Chunk
+from epd.kv.scheduled_request import Chunk, PrunedRange, ScheduledRequest
 from epd.stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from epd.stages.engine.packed_pass import Segment
 from epd.stages.grammar.matcher import TokenMatcher

@@ -18,7 +18,7 @@ from epd.encoders.device import device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.kv.drafting import Drafting
-from epd.kv.kv_spec import state_slots, window_blocks
+from epd.kv.kv_room import state_slots, window_blocks
 from epd.kv.scheduling import SchedulerConfig
 from epd.lora_modules import LoRAModule
 from epd.machine import memory_limit_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epd.kv.kv_spec import SCALE_BYTES
+from epd.kv.kv_room import SCALE_BYTES
 
 _MOST = 127.0
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from epd.encoders.checkpoint import published, read_config
 from epd.encoders.embedded import PlainConfig
-from epd.encoders.families.qwen3_vl_modules import Qwen3VLModules
+from epd.encoders.families.qwen3_vl import Qwen3VLModules
 from epd.encoders.names import JointPart, WeightSet, is_wanted, joint_part, name_in_model
 from epd.encoders.quantization import check_plain, read_quantization
 from epd.errors import ModelError

@@ -30,13 +30,13 @@ from epd.stages.sampling.candidates import (
     draw_numbers,
     draw_starts,
     knobs,
+    likeliest,
     look_up,
     ruled_out,
     token_weights,
     uniform,
 )
 from epd.stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
-from epd.stages.sampling.selection import likeliest
 
 __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weights", "uniform"]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.control.arrivals import Arrivals, RequestWork, TrafficTotals
 from epd.control.elasticity.cluster import StageSample, WorkerSample
 from epd.control.elasticity.estimator import TrafficEstimator
+from epd.control.recent import Arrivals, RequestWork, TrafficTotals
 
 WORKS = st.builds(
     RequestWork,

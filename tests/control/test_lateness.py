@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from epd.control.lateness import Looks, excused
+from epd.machine import Looks, excused
 
 
 def test_a_look_is_late_by_what_goes_beyond_the_time_between_looks() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import GroupKey
+from epd.encode.sharding import pick_batch
 
 
 @dataclass(frozen=True)

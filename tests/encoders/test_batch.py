@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epd.encoders import MediaPlan
 from epd.encoders.adapter import Embeddings, PatchRun
-from epd.encoders.batch import FrameEncoder, encode_moving
+from epd.encoders.groups import FrameEncoder, encode_moving
 from epd.encoders.plans import Grid
 from epd.errors import RequestError
 from tests.encoders.fakes import FakeFamily, fake_plan

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from epd.encoders import FrameSampling
 from epd.encoders.adapter import Embeddings, PatchRun
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.families import captured_tower
 from epd.encoders.families.captured_tower import CapturedTower, captured
+from epd.encoders.groups import FrameEncoder
 from epd.reduction import TowerMerge
 from tests.encoders.families import Clip, Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching

@@ -20,8 +20,8 @@ from epd.encoders.adapter import PatchRun
 from epd.encoders.checkpoint import open_checkpoint, read_config, read_generation_config
 from epd.encoders.device import CPU
 from epd.encoders.embedded import PlainConfig, PlainTokenizer, is_embedded
-from epd.encoders.families.qwen_sizes import frame_size, image_size
 from epd.encoders.families.qwen_tower import TableGeometry, tabled_inputs
+from epd.encoders.families.qwen_vl import frame_size, image_size
 from epd.encoders.plans import Grid
 from epd.encoders.sampling import SourceMetadata
 from epd.models import embedded_model_path, embedded_models

@@ -7,7 +7,7 @@ import torch
 
 from epd.encoders import FrameSampling
 from epd.encoders.adapter import PatchRun
-from epd.encoders.batch import FrameEncoder, unit_pieces
+from epd.encoders.groups import FrameEncoder, unit_pieces
 from epd.encoders.plans import Grid
 from tests.encoders.fakes import FakeFamily
 from tests.encoders.families import Clip, Family, Picture

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from epd.eval.statistics import mcnemar_p, wilson_interval
+from epd.eval.rows import mcnemar_p, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from rich.console import Console
 from epd.errors import RequestError
 from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, todos
-from epd.eval.rows import RowSelection, eval_rows, table_rows
-from epd.eval.statistics import wilson_interval
+from epd.eval.rows import RowSelection, eval_rows, table_rows, wilson_interval
 from epd.eval.verdicts import RunInfo, TTFTSample, Verdict, VerdictLog
 from epd.serve_app.cli.eval import plot_rows, print_rows
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from epd.encoders import Embeddings
 from epd.encoders.adapter import PatchRun
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.encoders.plans import MediaPlan
 from epd.stages.engine.kv_pool import KVPool
 from epd.stages.engine.model_runner import ModelRunner

@@ -6,8 +6,8 @@ import pytest
 
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import TokenIdentity, token_identity
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 
 DOG, CAT = b"dog" + bytes(13), b"cat" + bytes(13)

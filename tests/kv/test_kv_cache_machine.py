@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from epd.kv.block_pool import FREED, BlockCopy
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import ROW_BYTES, TokenIdentity, token_identity
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import ROW_BYTES, TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 
 BLOCK_SIZE = 3

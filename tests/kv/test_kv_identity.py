@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.kv.kv_identity import TokenIdentity, token_identity
+from epd.kv.prefix_cache import TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 
 

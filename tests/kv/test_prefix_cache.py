@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from epd.kv.block_pool import BlockPool
-from epd.kv.kv_identity import TokenIdentity, token_identity
-from epd.kv.prefix_cache import CachedBlock, PrefixCache
+from epd.kv.prefix_cache import CachedBlock, PrefixCache, TokenIdentity, token_identity
 
 
 def identity(letters: str) -> TokenIdentity:

@@ -14,10 +14,9 @@ import pytest
 from epd.errors import InfeasibleError
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import token_identity
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
-from epd.kv.scheduler_output import SchedulerOutput
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import token_identity
+from epd.kv.scheduled_request import PrunedRange, ScheduledRequest, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 
 

@@ -10,10 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import token_identity
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduler_output import SchedulerOutput
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import token_identity
+from epd.kv.scheduled_request import ScheduledRequest, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 
 VOCABULARY = 3  # few tokens, so that prompts often begin alike

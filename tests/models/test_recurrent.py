@@ -13,8 +13,8 @@ from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import RECURRENT_FAMILIES
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import token_identity
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import token_identity
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.memory import MemoryLimits
 from epd.stages.attention.support import RECURRENT as TEXT_MODELS

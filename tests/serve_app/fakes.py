@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from epd.control.arrivals import RequestWork
 from epd.control.elasticity.controller import Decision
 from epd.control.elasticity.replicas import ReplicaAdvice
+from epd.control.recent import RequestWork
 from epd.errors import EPDError
 from epd.serve_app.media.media_spool import FetchedFile
 from epd.serve_app.service import (

@@ -10,8 +10,7 @@ from benchmarks.score.shared_cores import HostCosts, SharedCores
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
-from epd.simulate.clock import EventPriority, EventQueue, ticks_of
-from epd.simulate.machine import Machine
+from epd.simulate.clock import EventPriority, EventQueue, Machine, ticks_of
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution
 from tests.simulate.test_simulation import PROFILE, flat, jobs, plain_profile, simulate

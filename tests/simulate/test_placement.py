@@ -1,6 +1,6 @@
 """Role switching in the simulator: the paper's load, loads that come and go, switches that fail.
 
-Modules: `epd/simulate/work_done.py`.
+Modules: `epd/simulate/clock.py`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import TokenIdentity, token_identity
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import TokenIdentity, token_identity
 from epd.sampling_params import SamplingParams
 from epd.stages.connectors.mailbox import MailboxConnector
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape

@@ -12,11 +12,10 @@ import torch
 
 from epd.encoders import Adapter, FrameSampling
 from epd.encoders.adapter import Embeddings
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import prompt_identity
+from epd.encoders.groups import FrameEncoder, prompt_identity
 from epd.encoders.plans import PromptPlan
 from epd.sampling_params import SamplingParams
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.stages.visual_inputs import PlacedEmbeddings

@@ -16,8 +16,7 @@ import torch
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import FrameSampling
 from epd.encoders.adapter import Embeddings
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import plan_groups, prompt_identity
+from epd.encoders.groups import FrameEncoder, plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import RECURRENT_FAMILIES
 from epd.kv.scheduling import SchedulerConfig
@@ -26,9 +25,8 @@ from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
 from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver, EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EmbeddingSplicer, EncoderPool
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
 from epd.stages.engine.graphs import GraphMaker

@@ -12,9 +12,8 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
 
 from epd.encoders import Adapter, FrameSampling, VideoFacts, load_adapter
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.families.qwen_tower import prepare_tower
-from epd.encoders.groups import plan_groups
+from epd.encoders.groups import FrameEncoder, plan_groups
 from epd.profiles.shapes import Transformer
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32

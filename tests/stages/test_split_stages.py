@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from epd.kv.kv_identity import token_identity
+from epd.kv.prefix_cache import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.connectors.mailbox import InProcessHub

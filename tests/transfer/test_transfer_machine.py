@@ -15,11 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.stages.connectors.mailbox import InProcessHub
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EncoderPool
 from epd.transfer.connectors import Ticket
 from tests.encoders.fakes import NUM_CHANNELS, POISON, FakeFamily, fake_frames, fake_key, fake_plan
 

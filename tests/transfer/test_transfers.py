@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupSpec
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.errors import InfeasibleError
 from epd.stages.connectors.mailbox import InProcessHub, MailboxConnector
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EncoderPool, EncoderPoolShape
 from epd.transfer.connectors import Ticket
 from epd.transfer.transfers import Inbox, Reception
 from tests.encoders.fakes import NUM_CHANNELS, FakeFamily, fake_frames, fake_key, fake_plan

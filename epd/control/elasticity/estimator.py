@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.elasticity.cluster import (
     ClusterTraffic,
     StageNeed,
@@ -18,7 +17,7 @@ from epd.control.elasticity.cluster import (
     divided,
 )
 from epd.control.elasticity.rates import StageCosts
-from epd.control.recent import DecayedMean
+from epd.control.recent import Arrivals, DecayedMean, RequestWork
 from epd.profiles.cost import StageCost
 from epd.topology import STAGES, Stage
 

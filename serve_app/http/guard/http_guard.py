@@ -30,8 +30,7 @@ from epd.errors import (
     http_status,
 )
 from epd.serve_app.clients import ADMIN_RIGHTS, USER_RIGHTS, Client, Right, owner_with_key
-from epd.serve_app.http.address import route_path
-from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.address import HostCheck, route_path
 from epd.serve_app.http.guard.keyed_clients import KeyedClients
 from epd.serve_app.http.protocol import ErrorBody, ErrorReply
 from epd.serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of

@@ -14,8 +14,7 @@ from pathlib import Path
 from time import monotonic
 
 from epd.errors import InvalidApiKeyError, RateLimitExceededError
-from epd.serve_app.api_keys import KeysFile
-from epd.serve_app.clients import Client, owner_named
+from epd.serve_app.clients import Client, KeysFile, owner_named
 
 _MINUTE_S = 60.0
 _TELL_AFTER_S = 0.2

@@ -16,8 +16,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from epd.serve_app.http.address import route_path
-from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.address import HostCheck, route_path
 from epd.serve_app.observability.record import new_request_id
 from epd.shapes import make_scene
 

@@ -1,6 +1,6 @@
 """Workers that share the cores of one machine, and what the application costs there.
 
-Modules: `epd/profiles/measuring.py`, `epd/simulate/machine.py`.
+Modules: `epd/profiles/measuring.py`, `epd/simulate/clock.py`.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from epd.control.arrivals import RequestWork
 from epd.control.elasticity.assignment import replacement_for
 from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageSample, WorkerSample
 from epd.control.elasticity.estimator import TrafficEstimator
 from epd.control.elasticity.replicas import ReplicaAdvice, ReplicaConfig, StageReplicas
+from epd.control.recent import RequestWork
 from epd.topology import Stage, parse_topology
 
 REQUEST = RequestWork(num_patches=1000, num_prompt_tokens=300, max_tokens=20)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.control.arrivals import RequestWork
 from epd.control.elasticity.cluster import ClusterTraffic, StageSample, WorkerSample, damped
 from epd.control.elasticity.estimator import Peak, RateTrend, Traffic, TrafficEstimator
 from epd.control.elasticity.rates import RoundCost, UnitCost
+from epd.control.recent import RequestWork
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
 from tests.control.elasticity.clusters import roles_of

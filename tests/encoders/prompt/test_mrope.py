@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from epd.encoders import FrameSampling, PositionLayout, VideoFacts, load_adapter
 from epd.encoders.groups import prompt_identity
-from epd.encoders.prompt.mrope import LAYOUTS, VisualSpan, mrope_positions
+from epd.encoders.prompt.prompt import LAYOUTS, VisualSpan, mrope_positions
 from epd.encoders.reduction.reading import reduce_prompt
 from epd.errors import ModelError
 from epd.models import embedded_model_path

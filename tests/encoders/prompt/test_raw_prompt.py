@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from epd.encoders import load_adapter
-from epd.encoders.prompt.raw_prompt import plan_tokens
+from epd.encoders.prompt.prompt import plan_tokens
 from tests.tiny_models import BUILDERS
 
 

@@ -17,9 +17,9 @@ from transformers.vision_utils import get_vision_position_ids
 
 from benchmarks.reduction.reduction_costs import counted_flops
 from epd.encoders.adapter import Embeddings, PatchRun
-from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import CPU
 from epd.encoders.families.tiles import check_last_layer
+from epd.encoders.groups import FrameEncoder
 from epd.encoders.plans import Grid
 from epd.encoders.reduction.merging import MergedNeighbours
 from epd.encoders.reduction.tower_merging import Blocks, TileMerger, merge_cells

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epd.control.request_budget import RequestLimits
+from epd.control.admission import RequestLimits
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.cli.config import parse_values, read_args
+from epd.serve_app.cli.config import limits_of, parse_values, read_args
 from epd.serve_app.cli.program import app
-from epd.serve_app.model_facts import limits_of
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epd.serve_app.api_keys import KeysFile
 from epd.serve_app.cli.program import app
+from epd.serve_app.clients import KeysFile
 
 
 def test_a_line_names_a_key_that_only_stderr_shows(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import epd
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.models import embedded_model_path
 from epd.models.families import FAMILIES
 from epd.serve_app.cli.program import app

@@ -15,9 +15,9 @@ import pytest
 from pydantic import SecretStr
 
 from epd.errors import RateLimitExceededError, RequestError
-from epd.serve_app import api_keys
-from epd.serve_app.api_keys import KeysFile, hash_of
+from epd.serve_app import clients
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.clients import KeysFile, hash_of
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.guard import keyed_clients
 from epd.serve_app.http.guard.keyed_clients import Quota
@@ -37,7 +37,7 @@ def line(key: str, name: str, **options: Any) -> str:
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes the file of keys, which is looked at for every request."""
-    monkeypatch.setattr(api_keys, "_LOOK_S", 0.0)
+    monkeypatch.setattr(clients, "_LOOK_S", 0.0)
 
     def write(*lines: str) -> Path:
         part = tmp_path / "keys.part"
@@ -211,7 +211,7 @@ def test_a_broken_change_leaves_the_keys_as_they_were(
         keys('{"name": "ann"}')
         assert found.find(b"k1") is not None
         assert found.find(b"k1") is not None
-    assert len([each for each in caplog.records if each.name == api_keys.__name__]) == 1
+    assert len([each for each in caplog.records if each.name == clients.__name__]) == 1
     assert "line 1: sha256: Field required" in caplog.text
     path.unlink()
     assert found.find(b"k1") is not None

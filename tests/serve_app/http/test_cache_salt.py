@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.kv.kv_identity import token_identity
+from epd.kv.prefix_cache import token_identity
 from tests.serve_app.conftest import Front
 from tests.serve_app.deployments import Answered, Question, deployed
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from epd.errors import RequestError
-from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.address import HostCheck
 from tests.serve_app.conftest import QUESTION, Front
 
 NAMES = frozenset({"video.example", ".inner.example"})

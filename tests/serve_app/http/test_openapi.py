@@ -22,7 +22,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from starlette.types import Message
 
-from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.address import HostCheck
 from epd.serve_app.http.page import Pages
 from epd.video import FetchPolicy
 from tests.openapi_file import FILE

@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd.client.endpoint import parse_endpoints
 from epd.errors import RequestError
-from epd.serve_app.http.address import HttpAddress, checked_prefix
-from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.address import HostCheck, HttpAddress, checked_prefix
 from epd.serve_app.http.guard.http_guard import RequestEdge
 from epd.serve_app.observability.record import record_of
 from epd.serve_app.ray.front import FrontListener

@@ -19,7 +19,7 @@ from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
 from epd.control.admission import AdmissionQueue
 from epd.encoders import MediaPlan
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.reduction import ReductionPolicy
 from epd.serve_app.app_args import AppArgs

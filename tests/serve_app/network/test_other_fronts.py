@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from epd.errors import RateLimitExceededError, UnavailableError, UnknownUuidError
-from epd.serve_app.api_keys import hash_of
-from epd.serve_app.clients import Client
+from epd.serve_app.clients import Client, hash_of
 from epd.serve_app.composition import share_clients
 from epd.serve_app.http.guard import keyed_clients
 from epd.serve_app.http.guard.keyed_clients import KeyedClients, Spent

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd.kv.kv_identity import token_identity
+from epd.kv.prefix_cache import token_identity
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import Abort, Message, Redirect, Reserve
 from epd.serve_app.orchestration.requests import Attempt, Outcome

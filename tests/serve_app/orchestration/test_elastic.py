@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from epd.control.arrivals import Arrivals
 from epd.control.elasticity.cluster import ClusterTraffic
 from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
+from epd.control.recent import Arrivals
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import steady_time_s

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd.errors import OverloadedError
-from epd.kv.kv_identity import token_identity
+from epd.kv.prefix_cache import token_identity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import FleetEvent
 from epd.serve_app.messages import Abort, Message, Prefill, Reserve

@@ -1,4 +1,7 @@
-"""What is off runs no code: by default no role and no share of visual tokens follows the load."""
+"""What is off runs no code: by default no role and no share of visual tokens follows the load.
+
+A question without media runs none that is for media, adapters or traces.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ from tests.serve_app.server import wait_until
 OPTIONAL = (
     "control/elasticity/", "control/retention.py", "orchestration/elastic.py",
     "orchestration/replica_advisor.py", "orchestration/replacement.py", "orchestration/retention.py",
+    # For requests that have media, an adapter or a trace.
+    "decoder/lora.py", "media/fleet_media.py", "observability/tracing.py", "reduction/reading.py",
+    "requests/named_media.py",
 )  # fmt: skip
 _IDLE_S = 1.5  # longer than the interval between looks
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.kv.answer_length import TYPICAL_TOKENS
-from epd.sampling_params import SamplingParams
+from epd.sampling_params import TYPICAL_TOKENS, SamplingParams
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.deployments import Question, deployed
 

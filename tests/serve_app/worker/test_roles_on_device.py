@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd.encode.encode_batching import BATCH_PATCHES
+from epd.encode.sharding import BATCH_PATCHES
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.messages import Reserve, endpoint

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epd.encoders.patches import PatchSpec, patchify
-from epd.kv.kv_spec import SCALE_BYTES
+from epd.kv.kv_room import SCALE_BYTES
 from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads, DevicePlan, FixedWork, WorkRoom, fixed_work

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.modeling_glm4v import apply_rotary_pos_emb as apply_rotary_of_glm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
-from epd.kv.kv_spec import SCALE_BYTES
+from epd.kv.kv_room import SCALE_BYTES
 from epd.stages.decoder.operations import (
     RmsNorm,
     Rotations,

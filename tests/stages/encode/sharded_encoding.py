@@ -15,8 +15,8 @@ from benchmarks.published.sharding import plan_shards
 from epd.encoders.adapter import Embeddings
 from epd.encoders.groups import MediaGroup
 from epd.errors import EncodeError
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingReceiver
 from epd.transfer.connectors import Ticket
 from epd.transfer.transfers import Grant
 from tests.stages.encode.group_frames import FramesOf

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
-from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import FrameEncoder
 from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.beside import BesideThread
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EncoderPool
 from epd.transfer.connectors import Ticket
 from tests.encoders.fakes import NUM_CHANNELS, FakeFamily, fake_frames, fake_key, fake_plan
 from tests.fake_cuda import FakeCuda, fake_cuda

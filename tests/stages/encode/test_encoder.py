@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from epd.encode.encoder_cache import CachedGroup
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.groups import FrameEncoder, MediaGroup, plan_groups
 from epd.encoders.plans import PromptPlan
 from epd.encoders.reduction import (
     ItemReduction,
@@ -20,7 +19,7 @@ from epd.encoders.reduction import (
     reduce_prompt,
 )
 from epd.reduction import ReductionPolicy
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.transfer.connectors import Ticket
 from tests.encoders.families import Clip, Family

@@ -15,14 +15,12 @@ from epd import video
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.encoders import MediaPlan, VideoFacts
 from epd.encoders.adapter import Embeddings, PatchRun
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import MediaGroup, cut, plan_groups
+from epd.encoders.groups import FrameEncoder, MediaGroup, cut, plan_groups
 from epd.encoders.plans import Grid
 from epd.errors import EncodeError, InfeasibleError
 from epd.stages.connectors.mailbox import InProcessHub
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EncoderPool
 from epd.types import content_hash
 from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
 from tests.encoders.families import Family, Picture

@@ -10,7 +10,7 @@ import torch
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.setup import build_engine
 from epd.stages.loading.weights import load_role

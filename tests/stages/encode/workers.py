@@ -10,12 +10,10 @@ from torch import Tensor
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, FrameSampling, MediaPlan
 from epd.encoders.adapter import Embeddings
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.groups import FrameEncoder, MediaGroup, plan_groups
 from epd.stages.connectors.mailbox import InProcessHub
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
-from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EmbeddingReceiver, EncoderPool
 from epd.transfer.connectors import Ticket
 from tests.encoders.families import Clip, Family, Picture
 from tests.stages.encode.sharded_encoding import ShardedEncoding

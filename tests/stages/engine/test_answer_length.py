@@ -9,10 +9,9 @@ import pytest
 
 from epd.encoders import PromptPlan
 from epd.errors import EPDError, RequestError
-from epd.kv.answer_length import TYPICAL_TOKENS, expected_tokens, held_to_context
 from epd.kv.drafting import DraftConfig
-from epd.kv.kv_identity import token_identity
-from epd.sampling_params import SamplingParams
+from epd.kv.prefix_cache import token_identity
+from epd.sampling_params import TYPICAL_TOKENS, SamplingParams, expected_tokens, held_to_context
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.sequence import TokenRows
 from tests.stages.conftest import Subject

@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import token_identity
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduler_output import Preemption, Restore
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import token_identity
+from epd.kv.scheduled_request import Preemption, Restore, ScheduledRequest
 from epd.stages.engine.block_moves import BlockMoves
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 

@@ -14,8 +14,7 @@ from epd.errors import InternalError, RankLostError
 from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
-from epd.stages.engine.faults import MAX_FAULTS_IN_A_ROW, RequestFault, run_apart
-from epd.stages.engine.generation import StepResult
+from epd.stages.engine.generation import MAX_FAULTS_IN_A_ROW, RequestFault, StepResult, run_apart
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.sequence import TokenSequence
 from tests.stages.conftest import Subject

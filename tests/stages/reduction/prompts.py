@@ -10,7 +10,7 @@ from epd.encoders import PromptPlan
 from epd.encoders.reduction import reduce_prompt
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine

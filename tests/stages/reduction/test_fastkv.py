@@ -25,8 +25,8 @@ from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import RECURRENT_FAMILIES
 from epd.errors import RequestError
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import TokenIdentity
-from epd.kv.kv_spec import KVCacheSpec
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import TokenIdentity
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy

@@ -12,7 +12,7 @@ import pytest
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import KeptCells, ReductionPolicy
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.serve_app.deployments import Answered, Question, deployed
 

@@ -20,10 +20,9 @@ from epd.encoders.reduction.merging import MergedNeighbours
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.kv_identity import token_identity
-from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
-from epd.kv.scheduler_output import SchedulerOutput
+from epd.kv.kv_room import KVCacheSpec
+from epd.kv.prefix_cache import token_identity
+from epd.kv.scheduled_request import PrunedRange, ScheduledRequest, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts

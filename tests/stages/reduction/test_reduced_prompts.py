@@ -17,8 +17,7 @@ from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from epd.stages.encode.embedding_receiver import EmbeddingSplicer
-from epd.stages.encode.encoder_pool import EncoderPool
+from epd.stages.encode.encoder_pool import EmbeddingSplicer, EncoderPool
 from epd.transfer.connectors import Ticket
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.encoders.families import QUESTION, Family

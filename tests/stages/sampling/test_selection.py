@@ -10,8 +10,7 @@ from torch import Tensor
 
 from epd.sampling_params import SamplingParams
 from epd.stages.sampling import candidates as module
-from epd.stages.sampling.candidates import token_weights
-from epd.stages.sampling.selection import heavy_floor, likeliest, likely_floor, reaching
+from epd.stages.sampling.candidates import heavy_floor, likeliest, likely_floor, reaching, token_weights
 
 params = st.builds(
     SamplingParams,
