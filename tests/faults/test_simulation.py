@@ -94,10 +94,28 @@ def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, few: tuple[int,
         assert not simulate(replace(plan, faults=tuple(kept)), pool).findings
 
 
-@pytest.mark.parametrize("seed", [1888, 2040, 2573])
-def test_small_worlds_that_found_a_fault_find_none(seed: int, pool: Pool) -> None:
-    """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins."""
-    assert not simulate(drawn(seed, len(pool.questions), "anything", "small"), pool).findings
+SMALL = [("anything", 1888), ("anything", 2040), ("anything", 2573), ("next boards", 21072)]
+
+
+@pytest.mark.parametrize(("aim", "seed"), SMALL)
+def test_small_worlds_that_found_a_fault_find_none(aim: str, seed: int, pool: Pool) -> None:
+    """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins.
+
+    A lost worker continues there too: it counts where a request is blamed.
+    """
+    assert not simulate(drawn(seed, len(pool.questions), aim, "small"), pool).findings
+
+
+def test_a_worker_that_continues_after_its_loss_counts_once(pool: Pool) -> None:
+    """So blame that counts the loss of a frozen worker twice is a finding, where the board has ended too."""
+    (twice,) = [each for each in MUTANTS if each.name == "counts a loss twice"]
+    plan = drawn(21072, len(pool.questions), "next boards", "small")
+    frozen, board = (replace(plan.faults[0], lasts_s=12.0), replace(plan.faults[1], other=0.9))
+    plan = replace(plan, faults=(frozen, board))
+    assert not simulate(plan, pool).findings
+    with broken(twice):
+        findings = simulate(plan, pool).findings
+    assert any("blamed for 1 lost workers" in each for each in findings)
 
 
 def test_members_end_a_lost_process_beside_them_and_none_that_is_joining(

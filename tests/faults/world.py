@@ -295,8 +295,19 @@ class World:
 
     @property
     def num_lost(self) -> int:
-        """Counts the workers that have died, or have been silent until now."""
-        return self.num_deaths + sum(each.process.is_frozen and each.front is None for each in self.parts)
+        """Counts the workers that have died, are silent, or were and continue after their loss."""
+        living = [part for part in self.parts if part.front is None]
+        return self.num_deaths + sum(map(self._is_lost, living))
+
+    def _is_lost(self, part: Part) -> bool:
+        """Returns whether a living worker is silent, or a front has handled its loss.
+
+        Where no board is there, one that was declared lost hears of it late, and ends then.
+        """
+        if part.process.is_frozen or part.process.name not in self.harmed:
+            return part.process.is_frozen
+        epoch = part.server.membership.epoch
+        return any(front.server.membership._lost.get(epoch) for front in self.fronts)
 
     @property
     def is_whole(self) -> bool:
