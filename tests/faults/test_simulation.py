@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -94,16 +95,24 @@ def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, few: tuple[int,
         assert not simulate(replace(plan, faults=tuple(kept)), pool).findings
 
 
-SMALL = [("anything", 1888), ("anything", 2040), ("anything", 2573), ("next boards", 21072)]
+SMALLER = [
+    ("anything", 1888, "small"),
+    ("anything", 2040, "small"),
+    ("anything", 2573, "small"),
+    ("next boards", 21072, "small"),
+    ("anything", 24423, "middle"),
+    ("next boards", 24885, "middle"),
+]
 
 
-@pytest.mark.parametrize(("aim", "seed"), SMALL)
-def test_small_worlds_that_found_a_fault_find_none(aim: str, seed: int, pool: Pool) -> None:
+@pytest.mark.parametrize(("aim", "seed", "size"), SMALLER)
+def test_smaller_worlds_that_found_a_fault_find_none(aim: str, seed: int, size: str, pool: Pool) -> None:
     """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins.
 
-    A lost worker continues there too: it counts where a request is blamed.
+    A lost worker continues there too: it counts where a request is blamed. Fronts that continue after their
+    loss blame no request for it, and tell the next board of no loss.
     """
-    assert not simulate(drawn(seed, len(pool.questions), aim, "small"), pool).findings
+    assert not simulate(drawn(seed, len(pool.questions), aim, size), pool).findings
 
 
 def test_a_worker_that_continues_after_its_loss_counts_once(pool: Pool) -> None:
@@ -264,6 +273,14 @@ def test_a_seed_leaves_no_objects_of_models(pool: Pool) -> None:
         gc.collect()
         nums.append(sum(isinstance(each, FusedDecoder | nn.Module) for each in gc.get_objects()))
     assert nums[0] == nums[1]
+
+
+def test_what_a_killed_process_had_not_begun_gives_no_warning_in_the_next_seed(pool: Pool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not simulate(drawn(21215, len(pool.questions), size="small"), pool).findings
+        gc.collect()
+    assert not [each.message for each in caught if "never awaited" in str(each.message)]
 
 
 def test_media_that_were_read_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
