@@ -19,7 +19,15 @@ from epd.serve_app.network.calls import Answer, Channel, Channels
 from epd.serve_app.network.link import Link, LinkClosedError
 from epd.serve_app.network.members import BoardClient, Hello, KnownFronts, ProcessAddress, Purpose, View
 from epd.serve_app.network.membership import Membership
-from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
+from epd.serve_app.network.wire import (
+    BulkPlace,
+    FetchCall,
+    Fetched,
+    FrontLost,
+    ReleaseBulk,
+    TakeBulk,
+    WorkerCall,
+)
 from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker.worker_thread import fault_of
 from epd.serve_app.worker_info import EVERY_STAGE
@@ -214,6 +222,7 @@ class MediaServer:
     def _drop_front(self, owner: str) -> None:
         channel = self._fronts.pop(owner, None)
         if channel is not None:
+            channel.push(FrontLost())
             channel.close("the front was declared lost")
         self._kept.drop_owner(owner)
         self._host.drop_owner(owner)

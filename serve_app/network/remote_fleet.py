@@ -32,7 +32,7 @@ from epd.serve_app.network.calls import Answer, Channel, Channels
 from epd.serve_app.network.link import Link, LinkClosedError, LinkTimeoutError, connect
 from epd.serve_app.network.members import BoardClient, Hello, Member, ProcessAddress, Purpose, View
 from epd.serve_app.network.membership import Membership
-from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
+from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, FrontLost, ReleaseBulk, WorkerCall
 from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.topology import Stage
@@ -140,7 +140,7 @@ class _WorkerLinks:
     """Follows the workers of the views, with a link to each.
 
     infos: of all workers that were linked, by name
-    is_closed: whether the fleet is: then no end of a link is a loss
+    is_closed: whether the fleet is, or is lost: then no end of a link is a loss
     """
 
     def __init__(self, membership: Membership, tell: Callable[[FleetEvent], None]) -> None:
@@ -244,8 +244,11 @@ class _WorkerLinks:
         self.infos[name] = replace(info, is_alive=False, closed=frozenset(), leaving=leaving)
         self._tell(WorkerLost(name, reason, info.incarnation, is_planned))
 
-    def _take_push(self, value: WorkerReport | WorkerInfo) -> None:
-        if isinstance(value, WorkerReport):
+    def _take_push(self, value: WorkerReport | WorkerInfo | FrontLost) -> None:
+        if isinstance(value, FrontLost):
+            self.is_closed = True
+            self._membership.on_ended("it was declared lost")
+        elif isinstance(value, WorkerReport):
             self._tell(value)
         elif value.name in self.infos:
             self.infos[value.name] = value

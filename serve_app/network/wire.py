@@ -19,6 +19,11 @@ class BulkPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontLost:
+    """Tells a front that it was declared lost, before its link ends: no worker is lost with that."""
+
+
+@dataclass(frozen=True, slots=True)
 class TakeBulk:
     """Asks for frames, uint8 [N, h, w, 3], which stay until they are released."""
 

@@ -39,7 +39,7 @@ from epd.serve_app.network.memory import PoolFiles
 from epd.serve_app.network.peer_links import Delivery, KnownPeers, PeerLinks
 from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace
-from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
+from epd.serve_app.network.wire import BulkPlace, FrontLost, TakeBulk, WorkerCall
 from epd.serve_app.role_messages import AskRemaining, Offload
 from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker.worker_settings import WorkerSettings
@@ -285,6 +285,7 @@ class WorkerServer:
     def _drop_front(self, owner: str) -> None:
         session = self._fronts.pop(owner, None)
         if session is not None:
+            session.channel.push(FrontLost())
             session.channel.close("the front was declared lost")
         if self._thread is not None:
             self._put(DropOwner(owner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -94,10 +95,36 @@ def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, few: tuple[int,
         assert not simulate(replace(plan, faults=tuple(kept)), pool).findings
 
 
-@pytest.mark.parametrize("seed", [1888, 2040, 2573])
-def test_small_worlds_that_found_a_fault_find_none(seed: int, pool: Pool) -> None:
-    """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins."""
-    assert not simulate(drawn(seed, len(pool.questions), "anything", "small"), pool).findings
+SMALLER = [
+    ("anything", 1888, "small"),
+    ("anything", 2040, "small"),
+    ("anything", 2573, "small"),
+    ("next boards", 21072, "small"),
+    ("anything", 24423, "middle"),
+    ("next boards", 24885, "middle"),
+]
+
+
+@pytest.mark.parametrize(("aim", "seed", "size"), SMALLER)
+def test_smaller_worlds_that_found_a_fault_find_none(aim: str, seed: int, size: str, pool: Pool) -> None:
+    """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins.
+
+    A lost worker continues there too: it counts where a request is blamed. Fronts that continue after their
+    loss blame no request for it, and tell the next board of no loss.
+    """
+    assert not simulate(drawn(seed, len(pool.questions), aim, size), pool).findings
+
+
+def test_a_worker_that_continues_after_its_loss_counts_once(pool: Pool) -> None:
+    """So blame that counts the loss of a frozen worker twice is a finding, where the board has ended too."""
+    (twice,) = [each for each in MUTANTS if each.name == "counts a loss twice"]
+    plan = drawn(21072, len(pool.questions), "next boards", "small")
+    frozen, board = (replace(plan.faults[0], lasts_s=12.0), replace(plan.faults[1], other=0.9))
+    plan = replace(plan, faults=(frozen, board))
+    assert not simulate(plan, pool).findings
+    with broken(twice):
+        findings = simulate(plan, pool).findings
+    assert any("blamed for 1 lost workers" in each for each in findings)
 
 
 def test_members_end_a_lost_process_beside_them_and_none_that_is_joining(
@@ -246,6 +273,14 @@ def test_a_seed_leaves_no_objects_of_models(pool: Pool) -> None:
         gc.collect()
         nums.append(sum(isinstance(each, FusedDecoder | nn.Module) for each in gc.get_objects()))
     assert nums[0] == nums[1]
+
+
+def test_what_a_killed_process_had_not_begun_gives_no_warning_in_the_next_seed(pool: Pool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not simulate(drawn(21215, len(pool.questions), size="small"), pool).findings
+        gc.collect()
+    assert not [each.message for each in caught if "never awaited" in str(each.message)]
 
 
 def test_media_that_were_read_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from inspect import CORO_CREATED, getcoroutinestate
 from itertools import count
 from random import Random, SystemRandom
+from types import CoroutineType
 from typing import Any
 from unittest import mock
 
@@ -254,6 +256,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 task.cancel()
             if tasks:
                 self.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        for work in [task.get_coro() for task in asyncio.all_tasks(self)]:
+            if isinstance(work, CoroutineType) and getcoroutinestate(work) == CORO_CREATED:
+                work.close()  # of a process that was killed, or frozen, before it began
         self.run_until_complete(self.shutdown_asyncgens())
         self.close()
 

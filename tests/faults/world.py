@@ -79,7 +79,7 @@ class _Board(BoardCalls):
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         world = self._world
-        source, board = process_now(), world.board
+        source, board = process_now(), world.boards[-1]
         assert source is not None
         if world.board_process.is_dead:
             await asyncio.sleep(0.01)
@@ -141,7 +141,7 @@ class World:
         self._ends_lost = plan.ends_lost
         self.unreadable_until_s: dict[Process, float] = {}  # for which others' pools are not readable
         self.board_process = Process(loop, "board", "m0")
-        self.board = self.board_process.context.copy().run(lambda: Board(hang_s=HANG_S))
+        self.boards = [self.board_process.context.copy().run(lambda: Board(hang_s=HANG_S))]
         self._board = _Board(self)
         self._settings = WorkerSettings(
             model,
@@ -282,7 +282,7 @@ class World:
         self.board_process = Process(self.loop, "board", "m0")
         self.board_process.rng.seed(f"{self.network.seed} board {self.board_process.pid}")
         context = self.board_process.context.copy()
-        self.board = context.run(lambda: Board(hang_s=HANG_S, is_restarted=True))
+        self.boards.append(context.run(lambda: Board(hang_s=HANG_S, is_restarted=True)))
 
     # State
 
@@ -295,8 +295,18 @@ class World:
 
     @property
     def num_lost(self) -> int:
-        """Counts the workers that have died, or have been silent until now."""
-        return self.num_deaths + sum(each.process.is_frozen and each.front is None for each in self.parts)
+        """Counts the workers that have died, are silent, or were and continue after their loss."""
+        living = [part for part in self.parts if part.front is None]
+        return self.num_deaths + sum(map(self._is_lost, living))
+
+    def _is_lost(self, part: Part) -> bool:
+        """Returns whether a living worker is silent, or a board has declared it lost.
+
+        It hears of that late where the board ends, and ends then.
+        """
+        if part.process.is_frozen or part.process.name not in self.harmed:
+            return part.process.is_frozen
+        return any(part.server.membership.epoch in board._ended for board in self.boards)
 
     @property
     def is_whole(self) -> bool:

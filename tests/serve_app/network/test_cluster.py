@@ -193,6 +193,25 @@ def test_a_front_that_is_lost_takes_only_its_own_requests_with_it(
     asyncio.run(run())
 
 
+def test_a_front_hears_of_its_loss_before_its_links_end(model: Path) -> None:
+    """From each worker: the board cannot tell it. So it takes none of them for lost."""
+
+    async def run() -> None:
+        async with clustered(model, "1epd") as cluster:
+            await until_all_see(cluster, "1epd")
+            (front,) = cluster.fronts
+            await front.fleet._loops.close()
+            await cluster.board.accuse(front.fleet.owner, "it was silent")
+            links = front.fleet._links._workers.values()
+            await until(lambda: not any(each.channel and each.channel.is_open for each in links))
+            assert front.ended == ["it was declared lost"] * 2
+            assert (await front.service.status()).counters.get("workers_lost", 0) == 0
+            assert all(each.is_alive for each in front.fleet.workers.values())
+            assert all(cluster.board.knows(each.membership.epoch) for each in cluster.stages)
+
+    asyncio.run(run())
+
+
 def test_frames_of_a_lost_machine_are_not_waited_for(
     model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
