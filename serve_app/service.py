@@ -113,6 +113,7 @@ class AnswerRequest:
     wants_spans: whether the service yields a span for each stage.
     streams: whether somebody reads the tokens as they come; else many may come together.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
+    client: whose requests wait for their turn together, empty for one that nobody shares with.
     """
 
     request_id: str
@@ -131,6 +132,7 @@ class AnswerRequest:
     streams: bool = True
     cache_salt: str = ""
     prompt: tuple[int, ...] | None = None
+    client: str = ""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != bool(self.messages):

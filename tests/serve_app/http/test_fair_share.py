@@ -23,7 +23,7 @@ from epd.serve_app.clients import owner_named
 from epd.serve_app.files.batch_runner import OwnApp
 from epd.serve_app.files.settings import FileSettings
 from epd.stages.grammar.formats import AnswerFormat
-from tests.serve_app.conftest import Front, image_part
+from tests.serve_app.conftest import QUESTION, Front, image_part
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.files.test_batches import FINAL, asked, line
 from tests.serve_app.hostile import png
@@ -132,3 +132,28 @@ def test_the_other_has_its_line_format_name_and_upload_as_alone(crowd: Crowd) ->
     (place,) = (number for number, text in enumerate(crowd.lines()) if "Ben's line" in text)
     assert place - crowd.waits[owner][0] <= NUM_IN_FLIGHT
     assert place < NUM_LINES  # and not behind all of the other's
+
+
+def test_a_client_that_takes_all_seats_leaves_some_for_others(
+    run_front: Callable[..., Front], tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    service = FakeService(holds_after=1)
+    front = run_front(service, api_keys_file=file, max_requests=8)
+    reading: list[Iterator[str]] = []  # a reader that is forgotten leaves
+    with ExitStack() as stack:
+        stack.callback(service.may_go_on.set)
+
+        def begins(key: str) -> str:
+            """Returns the first line of an answer that begins and does not end."""
+            body = {**QUESTION, "stream": True}
+            asked = front.http.stream("POST", "/v1/chat/completions", json=body, headers=sent(key))
+            reading.append(stack.enter_context(asked).iter_lines())
+            return next(reading[-1])
+
+        assert all("delta" in begins("many") for _ in range(8))
+        refused = ask(front, "many")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "delta" in begins("one")
+        assert {each.client for each in service.requests} == {owner_named("ann"), owner_named("ben")}
