@@ -51,6 +51,7 @@ class MediaReference:
     uuid: the client's name for it, empty for none
     is_upload: whether the URL is the id of a file that the client has uploaded, and that it may read
     known: what was found out about it when it was named, if it comes by its name alone
+    client: whose media take turns together, empty where nobody shares
     """
 
     kind: MediaKind
@@ -62,6 +63,7 @@ class MediaReference:
     end_s: float | None = None
     is_upload: bool = False
     known: FetchedItem | None = field(default=None, repr=False)
+    client: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

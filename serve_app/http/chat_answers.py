@@ -221,7 +221,7 @@ class ChatAnswers:
         parsed = ParsedRequest(chat, messages, sent, client=client)
         named = await self.named_media.completed(parsed.namespace, sent, client.share)
         found = await self.with_files(named, client)
-        parsed = replace(parsed, references=found)
+        parsed = replace(parsed, references=tuple(replace(each, client=client.share) for each in found))
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:
             self.hold(record, num_bytes)
