@@ -144,24 +144,45 @@ class LoopTurns(FairTurns):
         super()._admit()
 
 
-class FairThreads:
-    """Runs work of each owner in at most `max_per_owner` threads. Used from one event loop."""
+_ANY = 2**31  # slots
 
-    def __init__(self, name: str, num_threads: int, max_per_owner: int) -> None:
-        self._turns = FairTurns(num_threads, max_per_owner)
+
+class FairThreads:
+    """Runs work of each owner in at most `max_per_owner` threads. Used from one event loop.
+
+    Where owners are requests, their clients take turns, and no client has the last threads:
+
+    client a: request 1 [2 of its 9]  request 2 [1]    client b: request 3 [1]        next: b, then a
+    """
+
+    def __init__(self, name: str, num_threads: int, max_per_owner: int, num_for_others: int = 0) -> None:
+        """num_for_others: threads that one client cannot have."""
+        self._own = FairTurns(_ANY, max_per_owner)
+        self._turns = FairTurns(num_threads, num_threads - num_for_others)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(
-        self, owner: object, work: Callable[[], ResultT], cancel: Callable[[], None] | None = None
+        self,
+        owner: object,
+        work: Callable[[], ResultT],
+        cancel: Callable[[], None] | None = None,
+        client: str = "",
     ) -> ResultT:
         """Runs `work` in a thread once it is the owner's turn. Returns its result, or raises what it raises.
 
+        client: of the owner; empty where owners have none
         cancel: makes the work end early, from another thread; called if the caller is cancelled. The thread
         still counts as busy until the work has ended.
         """
-        await self._turns.take(owner)
+        whose = client or owner
+        await self._own.take(owner)
+        try:
+            await self._turns.take(whose)
+        except BaseException:
+            self._own.release(owner)
+            raise
         done = asyncio.wrap_future(self._threads.submit(work))
-        done.add_done_callback(lambda _: self._ended(owner, done))
+        done.add_done_callback(lambda _: self._ended(owner, whose, done))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -169,10 +190,11 @@ class FairThreads:
                 cancel()
             raise
 
-    def _ended(self, owner: object, done: asyncio.Future[ResultT]) -> None:
+    def _ended(self, owner: object, whose: object, done: asyncio.Future[ResultT]) -> None:
         if not done.cancelled():
             done.exception()  # of work whose caller was cancelled, which is not read otherwise
-        self._turns.release(owner)
+        self._turns.release(whose)
+        self._own.release(owner)
 
     @property
     def num_busy(self) -> int:

@@ -51,6 +51,7 @@ class MediaReference:
     uuid: the client's name for it, empty for none
     is_upload: whether the URL is the id of a file that the client has uploaded, and that it may read
     known: what was found out about it when it was named, if it comes by its name alone
+    client: whose media take turns together, empty where nobody shares
     """
 
     kind: MediaKind
@@ -62,6 +63,7 @@ class MediaReference:
     end_s: float | None = None
     is_upload: bool = False
     known: FetchedItem | None = field(default=None, repr=False)
+    client: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class AnswerRequest:
     wants_spans: whether the service yields a span for each stage.
     streams: whether somebody reads the tokens as they come; else many may come together.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
+    client: whose requests wait for their turn together, empty for one that nobody shares with.
     """
 
     request_id: str
@@ -131,6 +134,7 @@ class AnswerRequest:
     streams: bool = True
     cache_salt: str = ""
     prompt: tuple[int, ...] | None = None
+    client: str = ""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != bool(self.messages):

@@ -185,4 +185,5 @@ def _file_settings(args: AppArgs) -> FileSettings | None:
         max_batches=args.max_batches,
         max_lines=args.max_batch_lines,
         num_in_flight=args.batch_concurrency,
+        is_shared=args.api_keys_file is not None,
     )

@@ -7,7 +7,7 @@
 Sizes are arithmetic: nothing is allocated, listed or looped from a number that a client chose.
 
     enter: full, or too late by measured waits -> OverloadedError
-    waiting: by priority, retried ones first, then by arrival; only the first few may look for room
+    waiting: by priority, retried ones first, then clients in turns; only the first few may look for room
     leave: placed, gone, or past its deadline -> OverloadedError
 
 The lower a priority, the more important, as in vLLM: 0 where a user waits for the answer. Above it, batch
@@ -15,6 +15,10 @@ requests look for room only while nothing more important waits, and take no plac
 
 Several queues may share the workers. Each then knows from the others how many wait there and since when: all
 of them count as waiting, and a request lets an older one go first, for a short time on each turn.
+
+Requests of one client come in their order, one of each client in a turn:
+
+a: a1 a2 a3 a4    b: b1    c: c1 c2     ->     a1 b1 c1 | a2 c2 | a3 | a4
 
 Time is passed in, in seconds on any one clock, also what is known of other queues.
 """
@@ -242,6 +246,17 @@ _MAX_OVERTAKEN = 32
 _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 _YIELD_S = 0.25  # the longest that a turn is left to older requests of other queues
 _MIN_OLDER_S = 0.5  # that must be older by this: what is known of others is not newer
+_FEW = 8  # a client has few places if it has less than this part of all
+_RESERVED = 4  # this part of all places is beyond them, for such clients
+
+
+def has_place(num_taken: int, num_own: int, num_places: int) -> bool:
+    """Returns whether a client may take one more place: one client may take all, and not those for others.
+
+    num_taken: of all clients. num_own: of these, that this client has
+    """
+    has_few = num_own < num_places // _FEW
+    return num_taken < num_places + (num_places // _RESERVED if has_few else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +275,13 @@ class QueueSummary:
 class _Waiting:
     priority: int
     is_new: bool
+    turn: int
     number: int
     request_id: str = field(compare=False)
     deadline_s: float = field(compare=False)
     entered_s: float = field(default=0.0, compare=False)
     num_overtaken: int = field(default=0, compare=False)  # by requests behind it that found room
+    client: str = field(default="", compare=False)
 
 
 class _Mean:
@@ -287,6 +304,7 @@ class AdmissionQueue:
         self._yields_since_s: float | None = None
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
+        self._turn = 0  # of the last request that found room
         self._placed_s: float | None = None  # last time that a request left while another waited
         self._interval_s = DecayedMean(_MEMORY_S)  # between two that find room while there is a queue
         self._first_token_s = _Mean()  # from room to first token
@@ -299,34 +317,50 @@ class AdmissionQueue:
         entered = [each.entered_s for each in self._waiting if each.priority <= 0]
         return QueueSummary(len(entered), min(entered, default=None))
 
-    def check(self, now_s: float, deadline_s: float, *, num_coming: int = 0, priority: int = 0) -> None:
+    def check(
+        self, now_s: float, deadline_s: float, *, num_coming: int = 0, priority: int = 0, client: str = ""
+    ) -> None:
         """Raises OverloadedError if a request that came now would be refused.
 
         num_coming: requests that were not refused and have not entered yet.
         """
-        num_rivals = sum(each.priority <= max(priority, 0) for each in self._waiting) + num_coming
-        num_rivals += self.others.num_waiting if self.others is not None else 0
-        if num_rivals >= self.max_waiting:
+        rivals = [each.client for each in self._waiting if each.priority <= max(priority, 0)]
+        num_rivals = len(rivals) + num_coming + (self.others.num_waiting if self.others is not None else 0)
+        if not has_place(num_rivals, rivals.count(client), self.max_waiting):
             raise self._refusal(f"{num_rivals} requests wait; allowed {self.max_waiting}")
-        num_ahead = sum(each.priority <= priority for each in self._waiting) + num_coming
+        place = (priority, True, self._turn_of(client))
+        num_ahead = sum((each.priority, each.is_new, each.turn) <= place for each in self._waiting)
+        num_ahead += num_coming
         expected_s = self.expected_wait_s(num_ahead) + (self._first_token_s.value or 0.0)
         if num_ahead > num_coming and now_s + expected_s > deadline_s:
             left_s = deadline_s - now_s
             raise self._refusal(f"a first token takes {expected_s:.1f} s; the deadline is in {left_s:.1f} s")
 
     def enter(
-        self, request_id: str, now_s: float, deadline_s: float, *, is_new: bool = True, priority: int = 0
+        self,
+        request_id: str,
+        now_s: float,
+        deadline_s: float,
+        *,
+        is_new: bool = True,
+        priority: int = 0,
+        client: str = "",
     ) -> None:
-        """Queues a request behind those of its priority; a retried one before them, and it is never refused.
+        """Queues a request for a turn of its client; a retried one before all new ones, and never refused.
 
         Raises OverloadedError as `check` does.
         """
         if is_new:
-            self.check(now_s, deadline_s, priority=priority)
+            self.check(now_s, deadline_s, priority=priority, client=client)
         if not self._waiting:
             self._placed_s = None
-        insort(self._waiting, _Waiting(priority, is_new, self._num_entered, request_id, deadline_s, now_s))
+        order = priority, is_new, self._turn_of(client), self._num_entered
+        insort(self._waiting, _Waiting(*order, request_id, deadline_s, now_s, client=client))
         self._num_entered += 1
+
+    def _turn_of(self, client: str) -> int:
+        """Returns the turn of a client's next request: behind its own, and now if it has none."""
+        return max([self._turn, *(each.turn + 1 for each in self._waiting if each.client == client)])
 
     def first(self, num_first: int = 1) -> list[str]:
         """Returns the requests, up to a limit, that may look for room now: all of one priority.
@@ -377,6 +411,7 @@ class AdmissionQueue:
         """Removes a request that has found room."""
         for waiting in self._waiting:
             if waiting.request_id == request_id:
+                self._turn = max(self._turn, waiting.turn)
                 break
             waiting.num_overtaken += 1
         self.leave(request_id)

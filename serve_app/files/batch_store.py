@@ -46,7 +46,7 @@ class BatchStore:
         file = self.files.get(owner, asked.input_file_id)
         if file.purpose != "batch":
             raise RequestError(f"received the file of purpose {file.purpose!r}; allowed: 'batch'; upload one")
-        self._make_room()
+        self._make_room(owner)
         now = int(time.time())
         batch = BatchObject(
             id=new_id("batch"),
@@ -65,15 +65,22 @@ class BatchStore:
             ) from error
         return batch
 
-    def _make_room(self) -> None:
-        """Forgets the batch that ended first, if there are too many. Raises OverloadedError if none has."""
+    def _make_room(self, owner: str) -> None:
+        """Forgets the batch that ended first, if there are too many. Raises OverloadedError if none has.
+
+        Too many of one owner are its own loss.
+        """
         stored = [each for name in self._names() if (each := self.read(name)) is not None]
-        if len(stored) < self.settings.max_batches:
+        own, most = [each for each in stored if each.owner == owner], self.settings.max_batches
+        is_beyond_share = not self.settings.has_share(len(stored), most, lambda: len(own))
+        if len(stored) < most and not is_beyond_share:
             return
-        ended = [each.batch for each in stored if each.batch.status in FINAL]
+        whose = own if is_beyond_share and own else stored
+        ended = [each.batch for each in whose if each.batch.status in FINAL]
         if not ended:
             raise OverloadedError(
-                f"{len(stored)} batches have not ended; allowed: {self.settings.max_batches}; retry later",
+                f"{len(whose)} batches have not ended; allowed: {most}, and of one client no more than are "
+                "left; retry later",
                 60.0,
             )
         shutil.rmtree(self.folder_of(min(ended, key=lambda each: each.created_at).id), ignore_errors=True)

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from epd.errors import NotFoundError, OverloadedError, RequestError, RequestLimitError
@@ -92,25 +93,47 @@ class FileStore:
         (self.folder / f"{file_id}.json").unlink(missing_ok=True)
         self.path_of(file_id).unlink(missing_ok=True)
 
-    def new_part(self) -> Path:
+    def new_part(self, owner: str = "") -> Path:
         """Returns where to write an upload. Raises OverloadedError if there is no room for one more file."""
-        self.check_number()
+        self.check_number(owner)
         return self.folder / f"{new_id('file')}.part"
 
-    def check_number(self) -> None:
-        """Raises OverloadedError if there are as many files as allowed."""
-        num_files = sum(1 for _ in self.folder.glob("file-*.json"))
-        if num_files >= self.settings.max_files:
+    def check_number(self, owner: str) -> None:
+        """Raises OverloadedError if there are as many files as allowed, of all or of the owner."""
+        num_files, most = sum(1 for _ in self.folder.glob("file-*.json")), self.settings.max_files
+        if num_files >= most:
+            raise OverloadedError(f"the server keeps {num_files} files; allowed: {most}; delete some")
+        if not self.settings.has_share(num_files, most, lambda: len(self.owned_by(owner))):
             raise OverloadedError(
-                f"the server keeps {num_files} files; allowed: {self.settings.max_files}; delete some"
+                f"you keep as many files as are free ({most - num_files}); allowed: fewer; delete some"
             )
 
-    def check_room(self) -> None:
-        """Raises RequestLimitError if the folder holds more than it may."""
+    def check_share(self, owner: str, num_bytes: int) -> None:
+        """Raises RequestLimitError for an owner with more bytes than are free.
+
+        num_bytes: of the owner's that are there and no file yet
+        """
+        taken, most = self._num_bytes(), self.settings.max_folder_bytes
+        own = partial(self._num_own_bytes, owner, num_bytes)
+        if not self.settings.has_share(taken, most, own):
+            raise RequestLimitError(
+                f"your files would have more bytes than are left free, {max(0, most - taken)}; allowed: "
+                "fewer; delete some"
+            )
+
+    def _num_own_bytes(self, owner: str, more: int) -> int:
+        return more + sum(file.bytes for file in self.owned_by(owner))
+
+    def _num_bytes(self) -> int:
         num_bytes = 0
         for path in self.folder.iterdir():
             with suppress(OSError):
                 num_bytes += path.stat().st_size
+        return num_bytes
+
+    def check_room(self) -> None:
+        """Raises RequestLimitError if the folder holds more than it may."""
+        num_bytes = self._num_bytes()
         if num_bytes > self.settings.max_folder_bytes:
             raise RequestLimitError(
                 f"all files would have {num_bytes} bytes; allowed: {self.settings.max_folder_bytes}; "
@@ -118,8 +141,9 @@ class FileStore:
             )
 
     def keep(self, part: Path, owner: str, name: str, purpose: Purpose) -> FileObject:
-        """Makes an upload a file. Raises RequestLimitError if the folder holds more than it may."""
+        """Makes an upload a file. Raises RequestLimitError if the folder, or its owner, has too much."""
         self.check_room()
+        self.check_share(owner, part.stat().st_size)
         return self.adopt(part, owner, part.stem, name, purpose)
 
     def adopt(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -32,6 +32,7 @@ class FileSettings:
     max_files, max_batches: kept at once
     max_lines, max_line_bytes: of the input of one batch, and of one of its lines
     num_in_flight: lines of batches that a server answers at once
+    is_shared: whether clients are known by name, and keep no more of anything than they leave free
     """
 
     folder: Path
@@ -45,11 +46,19 @@ class FileSettings:
     max_lines: int = 50_000
     max_line_bytes: int = 16 << 20
     num_in_flight: int = 4
+    is_shared: bool = False
 
     @property
     def files_folder(self) -> Path:
         """Returns where the bytes of files are, each as ID.data."""
         return self.folder / "files"
+
+    def has_share(self, num_taken: int, most: int, count_own: Callable[[], int]) -> bool:
+        """Returns whether a client may keep more: so that a new one always finds room, as much as is free.
+
+        num_taken: of `most`, by all. count_own: counts what the client has; asked once half is taken
+        """
+        return not self.is_shared or 2 * num_taken < most or count_own() < most - num_taken
 
     def limits(self) -> dict[str, int | None]:
         """Returns the bytes that a client may send, by name."""

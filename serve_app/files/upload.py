@@ -170,7 +170,7 @@ async def kept_upload(
     owner: whose it is
     chunks: of the body
     """
-    part = await asyncio.to_thread(store.new_part)
+    part = await asyncio.to_thread(store.new_part, owner)
     form = UploadForm(content_type, part, store.settings.max_file_bytes)
     async with written(store, form, chunks):
         return await asyncio.to_thread(store.keep, part, owner, form.filename, form.purpose)

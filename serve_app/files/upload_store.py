@@ -51,8 +51,8 @@ class UploadStore:
         """Begins an upload. Raises RequestLimitError for too large a file, OverloadedError for too many."""
         self.remove_expired()
         _check_size(self.settings, asked)
-        self._check_number()
-        self.files.check_number()
+        self._check_number(owner)
+        self.files.check_number(owner)
         now = int(time.time())
         upload = UploadObject(
             id=new_id("upload"),
@@ -91,6 +91,7 @@ class UploadStore:
                 "an upload of the right size"
             )
         self.files.check_room()
+        self.files.check_share(owner, num_bytes)
         kept = path.rename(self._folder / f"{upload_id}.{path.stem}")
         try:
             part = _part(kept)
@@ -179,12 +180,16 @@ class UploadStore:
 
     # Limits
 
-    def _check_number(self) -> None:
+    def _check_number(self, owner: str) -> None:
         uploads = (read_record(path, StoredUpload) for path in self._folder.glob("upload_*.json"))
-        pending = sum(1 for each in uploads if each is not None and each.upload.status == "pending")
-        if pending >= self.settings.max_uploads:
+        owners = [each.owner for each in uploads if each is not None and each.upload.status == "pending"]
+        pending, most = len(owners), self.settings.max_uploads
+        has_share = self.settings.has_share(pending, most, lambda: owners.count(owner))
+        if pending >= most or not has_share:
             raise OverloadedError(
-                f"{pending} uploads are not complete; allowed: {self.settings.max_uploads}; cancel some", 10.0
+                f"{pending} uploads are not complete; allowed: {most}, and of one client no more than are "
+                "left; cancel some",
+                10.0,
             )
 
 

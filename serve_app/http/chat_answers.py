@@ -14,7 +14,7 @@ from pathlib import Path
 
 from epd.answer_parsers import AnswerParsing
 from epd.chat import ChatMessage
-from epd.control.admission import RequestLimits
+from epd.control.admission import RequestLimits, has_place
 from epd.errors import OverloadedError, RequestError
 from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy
@@ -108,7 +108,7 @@ class ApiSettings:
     api_keys_file: keys of several clients, in place of an api_key
     max_body_bytes: of one body
     bodies: limits of all bodies being read
-    max_requests: requests answered at once
+    max_requests: requests answered at once, beside some of clients that have few
     limits: of what one request may ask for
     default_params, default_reduction: for requests without their own
     max_visual_tokens: of each request, None for what the model's context has room for
@@ -186,7 +186,6 @@ class ChatAnswers:
     """Answers chat requests with a service.
 
     is_traced: whether spans are wanted though no client asks for them
-    num_requests: that are being answered
     """
 
     is_traced = False
@@ -199,7 +198,7 @@ class ChatAnswers:
         self.formats = FormatChecks()
         kept = None if settings.name_files is None else KeptNames(*settings.name_files())
         self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes, kept)
-        self.num_requests = 0
+        self._num_of: Counter[str] = Counter()  # requests of each client
 
     def close(self) -> None:
         self.formats.close()
@@ -220,7 +219,7 @@ class ChatAnswers:
         messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
         parsed = ParsedRequest(chat, messages, sent, client=client)
         found = await self._found(parsed) if sent else ()
-        parsed = replace(parsed, references=found)
+        parsed = replace(parsed, references=tuple(replace(each, client=client.share) for each in found))
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:
             self.hold(record, num_bytes)
@@ -282,7 +281,7 @@ class ChatAnswers:
         request = self.request_of(parsed, record)
         shows_spans = bool(parsed.chat.epd and parsed.chat.epd.events)
         record.num_media = len(parsed.references)
-        with self.admitted():
+        with self.admitted(parsed.client):
             references = parsed.references
             sources = self.media.sources(record.request_id, references) if references else nullcontext(())
             async with sources as media:
@@ -317,24 +316,30 @@ class ChatAnswers:
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else steady_time_s() - record.total_s + patience_s,
             cache_salt=chat.cache_salt or "",
+            client=parsed.client.share,
             wants_spans=bool(ours.events) or self.is_traced,
             streams=record.is_stream,
         )
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Counts a request while open. Raises OverloadedError for one too many."""
-        if self.num_requests >= self.settings.max_requests:
+    def admitted(self, client: Client) -> Iterator[None]:
+        """Counts a request of a client while open. Raises OverloadedError for one too many."""
+        num_own, most = self._num_of[client.share], self.settings.max_requests
+        if not has_place(self.num_requests, num_own, most):
             raise OverloadedError(
-                f"{self.num_requests} requests are in flight; allowed {self.settings.max_requests}; "
-                "retry later",
-                _RETRY_AFTER_S,
+                f"{self.num_requests} requests are in flight; allowed {most}; retry later", _RETRY_AFTER_S
             )
-        self.num_requests += 1
+        self._num_of[client.share] += 1
         try:
             yield
         finally:
-            self.num_requests -= 1
+            self._num_of[client.share] -= 1
+            self._num_of += Counter()  # forgets clients without requests
+
+    @property
+    def num_requests(self) -> int:
+        """Returns the number of requests that are being answered."""
+        return self._num_of.total()
 
 
 def without_spans(items: Sequence[AnswerItem]) -> Sequence[AnswerItem]:

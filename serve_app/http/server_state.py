@@ -140,9 +140,9 @@ class ServerState(ChatAnswers):
         self.bodies.hold(record, num_bytes, self.settings.max_body_bytes)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, client: Client) -> Iterator[None]:
         try:
-            with super().admitted():
+            with super().admitted(client):
                 self.metrics.in_flight.set(self.num_requests)
                 yield
         finally:
@@ -157,7 +157,7 @@ class ServerState(ChatAnswers):
             request(request_id=f"{record.request_id}-{number}", prompt=prompt)
             for number, prompt in enumerate(prompts)
         ]
-        with self.admitted():
+        with self.admitted(parsed.client):
             self.bodies.release(record)
             async with aclosing(answer_all(self.service, requests)) as answers:
                 async for items in answers:

@@ -254,13 +254,16 @@ class ImagePlanner:
         opening.shutdown(wait=False)
         return adapter
 
-    async def planned(self, owner: object, files: Sequence[FetchedFile]) -> list[PlannedMedia]:
+    async def planned(
+        self, owner: object, files: Sequence[FetchedFile], client: str = ""
+    ) -> list[PlannedMedia]:
         """Returns images with pixels, and clips with samples, which the caller gives back by `give_back`.
 
-        owner: the request. Raises MediaError, OverloadedError.
+        owner: the request. client: whose it is. Raises MediaError, OverloadedError.
         """
         tasks = [
-            asyncio.ensure_future(self._threads.run(owner, partial(self._planned, file))) for file in files
+            asyncio.ensure_future(self._threads.run(owner, partial(self._planned, file), client=client))
+            for file in files
         ]
         try:
             images = await asyncio.gather(*tasks)

@@ -1,7 +1,7 @@
 """Makes media of requests local files: fetched within limits, hashed, and deleted when the request ends.
 
     file:, ID   in separate threads, read in place               \
-    data:       in separate threads, decoded into the spool       |  each request has a share of each kind
+    data:       in separate threads, decoded into the spool       |  shared by requests, clients in turns
     http(s):    in separate threads, downloaded into the spool   /
 """
 
@@ -102,7 +102,7 @@ class SpoolLimits:
     max_spooled_bytes: of the media of all requests
     max_s: until all media of a request are fetched
     num_downloads: at once, of all requests
-    max_downloads: of these, for one request
+    max_downloads: of these, for one request; an eighth of all is for other clients
     num_threads: for local files, and as many for data: URLs; a request has half of each
     """
 
@@ -129,6 +129,7 @@ class KnownFiles:
 class Hold:
     """The media of one request.
 
+    owner: the front that asked for it. client: whose request it is
     files: of its references, in order; None until all are there
     incoming: a medium that is not complete yet
     tasks: fetching or planning them
@@ -137,6 +138,7 @@ class Hold:
 
     owner: str
     folder: RequestFolder
+    client: str = ""
     files: tuple[FetchedFile, ...] | None = None
     incoming: IncomingFile | None = None
     images: dict[int, PlannedMedia] = field(default_factory=dict)
@@ -170,7 +172,10 @@ class MediaSpool:
         num = self._limits.num_threads
         self._local = FairThreads("media-file", num, max(1, num // 2))
         self._data = FairThreads("media-data", num, max(1, num // 2))
-        self._remote = FairThreads("media-http", self._limits.num_downloads, self._limits.max_downloads)
+        num_downloads = self._limits.num_downloads
+        self._remote = FairThreads(
+            "media-http", num_downloads, self._limits.max_downloads, num_for_others=num_downloads // 8
+        )
 
     @property
     def num_downloads(self) -> int:
@@ -217,16 +222,17 @@ class MediaSpool:
         return await self._local.run(incoming, partial(self._from_path, incoming.reference, incoming.path))
 
     async def _source(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
+        client = reference.client
         if reference.is_upload:
-            return await self._local.run(folder, partial(self._from_upload, reference))
+            return await self._local.run(folder, partial(self._from_upload, reference), client=client)
         scheme = _scheme(reference.url)
         if scheme == "file":  # used in place, without a copy
-            return await self._local.run(folder, partial(self._from_file, reference))
+            return await self._local.run(folder, partial(self._from_file, reference), client=client)
         if scheme == "data":
-            return await self._data.run(folder, partial(self._from_data, reference, folder))
+            return await self._data.run(folder, partial(self._from_data, reference, folder), client=client)
         download = video.Download(self._policy)
         return await self._remote.run(
-            folder, partial(self._from_web, reference, folder, download), download.cancel
+            folder, partial(self._from_web, reference, folder, download), download.cancel, client
         )
 
     # In threads

@@ -246,6 +246,7 @@ class MediaWorker:
     async def _fetch(self, message: FetchMedia, owner: str) -> tuple[FetchedItem, ...]:
         name = message.hold
         hold = self._new_hold(name, owner or owner_of(name))
+        hold.client = next((each.client for each in message.references), "")
         fetching = self._spool.fetch(message.references, hold.folder)
         del message  # a data: URL holds a whole medium
         try:
@@ -278,7 +279,7 @@ class MediaWorker:
         hold = self._held(message.hold)
         files = self._files_of(hold)
         missing = [item for item in message.items if item not in hold.images]
-        planning = self._images.planned(hold, [files[item] for item in missing])
+        planning = self._images.planned(hold, [files[item] for item in missing], hold.client)
         images = dict(zip(missing, await self._in_hold(hold, planning), strict=True))
         if self._holds.get(message.hold) is not hold:
             self._images.give_back(images)

@@ -89,6 +89,6 @@ DRAWN_LINES = st.lists(
         _RECORD.map(lambda record: json.dumps(record).encode()),
         st.sampled_from([each for each, *_ in bad_lines().values()]),
     ).map(lambda line: line.replace(b"\n", b" ")),
-    min_size=30,
-    max_size=100,
+    min_size=40,
+    max_size=60,
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.control.admission import AdmissionQueue, QueueSummary
+from epd.control.admission import AdmissionQueue, QueueSummary, has_place
 from epd.errors import OverloadedError
 
 NEVER_S = 1e9
@@ -221,6 +221,48 @@ def test_the_queue_is_bounded_and_in_order(steps: list[tuple[str, int, int]]) ->
         for place in range(len(model) + 1):
             first = [each[3] for each in model[:place] if each[0] == model[0][0]]
             assert queue.first(place) == first
+
+
+# Several clients
+
+
+def test_clients_take_turns_whoever_came_first() -> None:
+    queue, order = AdmissionQueue(100), []
+    for name in ("a1", "a2", "a3", "a4", "b1", "c1", "c2"):
+        queue.enter(name, 0.0, NEVER_S, client=name[0])
+    for number in range(9):
+        order += queue.first()
+        queue.place(order[-1], float(number))
+        if number == 3:  # a2 and c2 are left of this turn
+            queue.enter("b2", 4.0, NEVER_S, client="b")
+            queue.enter("d1", 4.0, NEVER_S, client="d")
+    assert order == ["a1", "b1", "c1", "a2", "c2", "b2", "d1", "a3", "a4"]
+
+
+def test_what_waits_of_others_is_no_reason_to_expect_a_late_turn() -> None:
+    queue = placed_every(2.0)
+    for number in range(20):
+        queue.enter(f"many {number}", 100.0, NEVER_S, client="many")
+    queue.check(100.0, deadline_s=105.0, client="one")
+    with pytest.raises(OverloadedError, match="deadline"):
+        queue.check(100.0, deadline_s=105.0, client="many")
+
+
+def test_one_client_may_take_all_places_but_not_those_for_others() -> None:
+    assert [has_place(num, num, 8) for num in (7, 8)] == [True, False]
+    assert [has_place(num, 0, 8) for num in (8, 9, 10)] == [True, True, False]
+    assert not has_place(8, 1, 8), "an eighth is not few"
+    assert not has_place(7, 0, 7), "seven places have no eighth"
+    queue = AdmissionQueue(8)
+    for number in range(8):
+        queue.enter(f"many {number}", 0.0, NEVER_S, client="many")
+    with pytest.raises(OverloadedError):
+        queue.enter("one too many", 0.0, NEVER_S, client="many")
+    for client in ("one", "two"):
+        queue.enter(client, 0.0, NEVER_S, client=client)
+    with pytest.raises(OverloadedError):
+        queue.enter("three", 0.0, NEVER_S, client="three")
+    assert queue.first(3) == ["many 0", "one", "two"]
 
 
 # Several queues over the same workers

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.serve_app.fair_threads import FairShare, LoopTurns
+from epd.serve_app.fair_threads import FairShare, FairThreads, LoopTurns
 
 
 def test_one_owner_leaves_slots_to_others() -> None:
@@ -81,3 +82,46 @@ def test_few_things_begin_in_a_turn_of_the_loop_though_each_ends_at_once() -> No
     counts = asyncio.run(begun())
     assert counts.total() == 20
     assert max(counts.values()) == 4
+
+
+def test_clients_of_owners_take_turns_and_none_has_the_last_thread() -> None:
+    """Ten requests of one client, three pieces of work each, beside two of another."""
+    begun: list[str] = []
+    gates = {name: threading.Semaphore(0) for name in ("many", "one")}
+
+    def work(name: str) -> None:
+        begun.append(name)
+        gates[name].acquire()
+
+    async def until(count: int) -> None:
+        while len(begun) < count:
+            await asyncio.sleep(0.001)
+
+    async def run() -> None:
+        threads = FairThreads("test", 4, max_per_owner=1, num_for_others=1)
+
+        def asked(name: str, request: int, *, count: int) -> list[asyncio.Future[None]]:
+            run = threads.run
+            return [
+                asyncio.ensure_future(run(request, lambda: work(name), client=name)) for _ in range(count)
+            ]
+
+        alone = asked("many", 0, count=3)
+        await until(1)
+        assert threads.num_busy == 1, "one of each request"
+        work_of_many = [each for request in range(1, 10) for each in asked("many", request, count=3)]
+        await until(3)
+        work_of_one = asked("one", 10, count=1) + asked("one", 11, count=1)
+        await until(4)
+        assert begun == ["many", "many", "many", "one"]
+        gates["many"].release()
+        await until(5)
+        assert begun[4:] == ["one"], "its turn comes before those that came first"
+        for gate in gates.values():
+            gate.release(100)
+        await asyncio.gather(*alone, *work_of_many, *work_of_one)
+        assert threads.num_busy == 0
+        threads.close()
+
+    asyncio.run(run())
+    assert Counter(begun) == {"many": 30, "one": 2}

@@ -57,7 +57,7 @@ async def picture(request: Request) -> Response:
     if not parsed.references:
         raise RequestError("received no medium in messages; allowed: an image or a video; add it")
     first, record = parsed.references[:1], record_of(request)
-    with server.admitted():
+    with server.admitted(parsed.client):
         async with server.media.sources(record.request_id, first) as (source,):
             server.named_media.keep(parsed.namespace, first, parsed.client.share, (source,))
             server.bodies.release(record)
@@ -68,7 +68,7 @@ async def picture(request: Request) -> Response:
 async def _estimate(server: ServerState, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
     """Returns what the answer would use. Its media are held until then. Raises EPDError."""
     request = server.request_of(parsed, record)
-    with server.admitted():
+    with server.admitted(parsed.client):
         async with server.media.sources(record.request_id, parsed.references) as media:
             server.named_media.keep(parsed.namespace, parsed.references, parsed.client.share, media)
             server.bodies.release(record)

@@ -19,13 +19,17 @@ import httpx
 import openai
 import pytest
 
+from epd.errors import OverloadedError
 from epd.serve_app.clients import owner_named
 from epd.serve_app.files.batch_runner import OwnApp
+from epd.serve_app.files.batch_store import BatchStore
+from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.records import BatchRequest, StoredBatch
 from epd.serve_app.files.settings import FileSettings
 from epd.stages.grammar.formats import AnswerFormat
-from tests.serve_app.conftest import Front, image_part
+from tests.serve_app.conftest import QUESTION, Front, image_part
 from tests.serve_app.fakes import FakeService
-from tests.serve_app.files.test_batches import FINAL, asked, line
+from tests.serve_app.files.test_batches import CHAT, FINAL, asked, line
 from tests.serve_app.hostile import png
 from tests.serve_app.http.test_api_keys import ask, sent
 from tests.serve_app.http.test_api_keys import line as key_line
@@ -132,3 +136,89 @@ def test_the_other_has_its_line_format_name_and_upload_as_alone(crowd: Crowd) ->
     (place,) = (number for number, text in enumerate(crowd.lines()) if "Ben's line" in text)
     assert place - crowd.waits[owner][0] <= NUM_IN_FLIGHT
     assert place < NUM_LINES  # and not behind all of the other's
+
+
+def test_a_client_that_takes_all_seats_leaves_some_for_others(
+    run_front: Callable[..., Front], tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    service = FakeService(holds_after=1)
+    front = run_front(service, api_keys_file=file, max_requests=8)
+    reading: list[Iterator[str]] = []  # a reader that is forgotten leaves
+    with ExitStack() as stack:
+        stack.callback(service.may_go_on.set)
+
+        def begins(key: str) -> str:
+            """Returns the first line of an answer that begins and does not end."""
+            body = {**QUESTION, "stream": True}
+            asked = front.http.stream("POST", "/v1/chat/completions", json=body, headers=sent(key))
+            reading.append(stack.enter_context(asked).iter_lines())
+            return next(reading[-1])
+
+        assert all("delta" in begins("many") for _ in range(8))
+        refused = ask(front, "many")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "delta" in begins("one")
+        assert {each.client for each in service.requests} == {owner_named("ann"), owner_named("ben")}
+
+
+def uploaded(front: Front, key: str, num_bytes: int) -> int:
+    form = {"files": {"file": ("a", b"x" * num_bytes)}, "data": {"purpose": "user_data"}}
+    return front.http.post("/v1/files", headers=sent(key), **form).status_code  # type: ignore[arg-type]
+
+
+def upload_begun(front: Front, key: str) -> int:
+    body = {"filename": "a", "bytes": 9, "purpose": "user_data", "mime_type": "text/plain"}
+    return front.http.post("/v1/uploads", headers=sent(key), json=body).status_code
+
+
+@pytest.mark.parametrize(
+    ("limits", "asks", "refused", "most"),
+    [
+        ({"max_files": 7}, lambda front, key: uploaded(front, key, 9), 429, 4),
+        ({"max_folder_bytes": 70_000}, lambda front, key: uploaded(front, key, 10_000), 413, 3),
+        ({"max_uploads": 7}, upload_begun, 429, 4),
+    ],
+    ids=["files", "bytes", "uploads"],
+)
+def test_clients_keep_no_more_than_they_leave_free(
+    run_front: Callable[..., Front],
+    tmp_path: Path,
+    limits: dict[str, int],
+    asks: Callable[[Front, str], int],
+    refused: int,
+    most: int,
+) -> None:
+    """Of seven, and of seven less what records take: then as many as one has are not free any more."""
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    files = FileSettings(tmp_path / "files", is_shared=True, **limits)
+    front = run_front(api_keys_file=file, files=files)
+    assert [asks(front, "many") for _ in range(6)] == [200] * most + [refused] * (6 - most)
+    assert asks(front, "one") == 200
+    assert asks(front, "many") == refused
+    assert len(list((tmp_path / "files" / "files").glob("*.part"))) == 0
+
+
+def test_a_client_forgets_its_own_batches_first(tmp_path: Path) -> None:
+    store = BatchStore(FileStore(FileSettings(tmp_path, max_batches=5, is_shared=True)))
+
+    def made(owner: str, **fields: object) -> str:
+        part = store.files.new_part(owner)
+        part.write_text("{}")
+        source = store.files.adopt(part, owner, part.stem, "a.jsonl", "batch")
+        asked = BatchRequest(input_file_id=source.id, endpoint=CHAT, completion_window="24h")
+        batch = store.create(owner, asked).model_copy(update=fields)
+        store.save(StoredBatch(owner=owner, batch=batch))
+        return batch.id
+
+    bens = made("ben", status="completed", created_at=0)
+    first, second = (made("ann", status=status, created_at=1) for status in ("completed", "in_progress"))
+    last = made("ann", status="in_progress")
+    assert store.read(first) is None
+    assert [each.id for each in store.owned_by("ben")] == [bens]
+    assert {each.id for each in store.owned_by("ann")} == {second, last}
+    with pytest.raises(OverloadedError, match="no more than are left"):
+        made("ann")
+    assert made("cleo")

@@ -24,8 +24,8 @@ from tests.serve_app.conftest import Front
 from tests.serve_app.files.test_batches import CHAT, FINAL
 from tests.serve_app.server import wait_until
 
-# Of 30 to 100 lines each, for each of three ways.
-NUM_EXAMPLES = 120 if "EPD_SOAK" in os.environ else 3
+# Of 40 to 60 lines each, for each of three ways: ten thousand lines at least in `make soak`.
+NUM_EXAMPLES = 250 if "EPD_SOAK" in os.environ else 3
 Answer = Callable[[list[bytes]], tuple[list[Any], list[Any]]]
 
 

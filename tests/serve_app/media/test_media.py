@@ -27,6 +27,8 @@ from epd.types import content_hash
 from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, media_settings, video_part
 from tests.serve_app.fakes import FakeService
+from tests.serve_app.http.test_api_keys import ask
+from tests.serve_app.http.test_api_keys import line as key_line
 from tests.serve_app.server import NEVER_S, wait_until
 from tests.video.corpus import corpus
 
@@ -362,6 +364,35 @@ def test_dripping_urls_hold_up_no_other_media(
             assert code_of(response) == "media_limit"
             assert "bytes a second" in response.json()["error"]["message"]
     wait_until(lambda: front.spool.num_downloads == 0)
+
+
+def test_a_client_with_slow_urls_leaves_downloads_to_others(
+    run_front: Callable[..., Front],
+    dripping: str,
+    web: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of ten requests has one: more than there may be at once."""
+    clock = Clock()
+    monkeypatch.setattr("epd.video.sources.download.time", clock)
+    keys = tmp_path / "keys.jsonl"
+    keys.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    front = run_front(
+        fetch=replace(LOCAL, max_s=3 * NEVER_S), num_downloads=8, max_s=NEVER_S, api_keys_file=keys
+    )
+
+    def about(key: str, url: str) -> httpx.Response:
+        content = [image_part(url), {"type": "text", "text": "?"}]
+        return ask(front, key, messages=[{"role": "user", "content": content}])
+
+    with ThreadPoolExecutor(10) as requests:
+        slow = [requests.submit(about, "many", f"{dripping}/{number}") for number in range(10)]
+        wait_until(lambda: front.spool.num_downloads == 7)
+        assert about("one", f"{web}/image").status_code == 200
+        assert front.spool.num_downloads == 7
+        clock.later_s = 2 * NEVER_S
+        assert {code_of(each.result()) for each in slow} == {"media_limit"}
 
 
 def test_a_download_ends_when_its_client_leaves(run_front: Callable[..., Front], dripping: str) -> None:
