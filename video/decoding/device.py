@@ -13,6 +13,7 @@ Shapes: h, w are stored pixels, H, W those of the result.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -60,14 +61,15 @@ class VideoDevice:
 
     name: torch's, such as "cuda:1".
     num_sessions: decoders at work on one video; each takes some 100 MB of the device's memory at 1080p.
-    num_failures: videos that it began and the CPU had to end.
+    num_frames: that it gave. num_failures: videos that it began and the CPU had to end.
     """
 
     def __init__(self, name: str = "cuda", num_sessions: int = 4) -> None:
         """Opens nothing yet."""
         self.name, self.num_sessions = name, num_sessions
-        self.num_failures = self._num_in_a_row = 0
+        self.num_frames = self.num_failures = self._num_in_a_row = 0
         self._said: set[str] = set()
+        self._lock = threading.Lock()
 
     def takes(self, info: VideoInfo) -> bool:
         """Returns whether to decode a video here: it is of a kind that NVDEC knows, and the device works."""
@@ -106,6 +108,10 @@ class VideoDevice:
         """Returns a decoder of a video. Raises DeviceFailedError."""
         with failing_as(f"{self.name} opens no video"), self.open(media, open_timeout_s) as video:
             return DeviceSession(video.stream.codec_context, info)
+
+    def count_frame(self) -> None:
+        with self._lock:
+            self.num_frames += 1
 
     def note(self, failure: Exception | None) -> None:
         """Notes that a video failed here; None: that one was decoded."""
@@ -150,6 +156,7 @@ class DeviceConverter(FrameConverter):
             planes = self._device.planes(frame)
             if planes is None:
                 return super().convert(frame)
+            self._device.count_frame()
             matrix = self._matrix_of(frame)
             rgb = rgb_of(frame, *planes)
             size = None if self._size is None else stored_size(self._size, matrix)
@@ -182,8 +189,8 @@ def rgb_of(frame: VideoFrame, luma: Tensor, chroma: Tensor) -> Tensor:
 def _eight_bits(luma: Tensor, chroma: Tensor, *, is_interlaced: bool) -> tuple[Tensor, Tensor]:
     """Returns luma float32 [h, w] and chroma float32 [2, h, w / 2] of 8 bits.
 
-    Of 8 bits the nearest line of chroma is taken, of interlaced frames that of the same field; deeper chroma is
-    brought to the place of the luma by swscale's weights.
+    Of 8 bits the nearest line of chroma is taken, in interlaced frames that of the same field; deeper chroma
+    is brought to the place of the luma by swscale's weights.
     """
     y, uv = luma.to(torch.float32), chroma.to(torch.float32).permute(2, 0, 1)
     if luma.dtype == torch.uint8:

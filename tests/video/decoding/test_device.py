@@ -36,14 +36,14 @@ class Twin(VideoDevice):
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__("twin", num_sessions=2)
-        self.fails_at, self.num_frames = fails_at, 0
+        self.fails_at, self.num_taken = fails_at, 0
 
     def open(self, media: Media, open_timeout_s: float) -> OpenVideo:
         return open_video(media, open_timeout_s=open_timeout_s)
 
     def planes(self, frame: VideoFrame) -> tuple[torch.Tensor, torch.Tensor] | None:
-        self.num_frames += 1
-        if self.fails_at is not None and self.num_frames > self.fails_at:
+        self.num_taken += 1
+        if self.fails_at is not None and self.num_taken > self.fails_at:
             raise RuntimeError("an illegal memory access was encountered")
         return _planes(frame)
 
@@ -109,12 +109,13 @@ def test_what_the_device_does_not_decode_is_the_cpus_and_said_once(
 def test_frames_that_libavcodec_decodes_in_its_place_are_exact(clip: Clip) -> None:
     class Refusing(Twin):
         def planes(self, frame: VideoFrame) -> None:  # noqa: ARG002 - as if it were not on the device
-            self.num_frames += 1
+            self.num_taken += 1
 
     device = Refusing()
     truth = video.decode(clip("h264_b.mp4"), TIMES_S, SIZE)
     assert_same_frames(video.decode(clip("h264_b.mp4"), TIMES_S, SIZE, device=device), truth)
-    assert device.num_frames
+    assert device.num_taken
+    assert not device.num_frames
     assert not device.num_failures
 
 
