@@ -57,6 +57,15 @@ def test_the_dry_run_ends_well_without_video_and_serving(tmp_path: Path) -> None
     assert all(f"## {section.title}\n" in page for section in SECTIONS.values())
 
 
+def test_each_reader_of_a_video_gives_the_same_frames(tmp_path: Path) -> None:
+    """Without a GPU, whose part the CPU takes and the row says so."""
+    rows = list(SECTIONS["nvdec"].run(Setup(CPU_FLOAT32, TINY, tmp_path)))
+    assert [row["frames"] for row in rows] == [TINY.num_frames] * 5
+    assert [(row["of the GPU"], row["PSNR dB"] > 100, row["ok"]) for row in rows[1:4]] == [
+        (0, True, True)
+    ] * 3
+
+
 def test_without_a_gpu_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

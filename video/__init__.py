@@ -13,6 +13,7 @@ from epd.video.containers.info import VideoInfo
 from epd.video.containers.limits import Limits
 from epd.video.containers.look import MediaReader, OwnReader, look
 from epd.video.containers.probe import probe
+from epd.video.decoding.device import VideoDevice
 from epd.video.decoding.stream import GroupStream, decode, stream
 from epd.video.sampling import sample_times
 from epd.video.sources.data_uri import read_data_uri
@@ -39,6 +40,7 @@ __all__ = [
     "OpenFile",
     "OwnReader",
     "Sink",
+    "VideoDevice",
     "VideoInfo",
     "allowed_file",
     "decode",

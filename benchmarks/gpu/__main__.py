@@ -27,7 +27,7 @@ from benchmarks.gpu import checks, delta, measures, mixtures
 from benchmarks.gpu.peers import peers
 from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
-from benchmarks.gpu.served import closed_loop, published_files, role_switch
+from benchmarks.gpu.served import closed_loop, nvdec, published_files, role_switch
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.gpu.whole_path import whole_path
 from benchmarks.reporting import RESULTS, Row, setting, table
@@ -45,6 +45,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "load": GpuSection("Loading the checkpoint", measures.load, 120),
     "published_files": GpuSection("From a file to the first token, as published", published_files, 400),
     "closed_loop": GpuSection("Requests a second", closed_loop, 300),
+    "nvdec": GpuSection("Reading a video by the CPU and by NVDEC", nvdec, 120),
     "delta": GpuSection("The gated delta rule alone", delta.measured, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "prefill": GpuSection("Prefill", measures.prefill, 40),

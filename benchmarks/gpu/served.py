@@ -7,27 +7,72 @@ PyAV and what `epd-vlm[local]` installs; what is missing is said and no failure.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 
+from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.whole_path import answering
 from benchmarks.reporting import Row
+from epd.machine import usable_cpus
 
 # Qwen2.5-VL's preprocessor_config.json: min_pixels and max_pixels of an image.
 PUBLISHED_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}
 _ADMIN_KEY = "of-a-benchmark"
 _START_S, _ANSWER_S = 240.0, 300.0
 _STAGES = ("decode_video", "encode", "prefill")
+_PSNR_DB = 60.0  # a level in one of 15 samples
+_T = TypeVar("_T")
+
+
+def nvdec(setup: Setup) -> Iterator[Row]:
+    """Frames of a file by the CPU, by the GPU with as many decoders as stated, and by both, a video each."""
+    if find_spec("av") is None:
+        yield {"what": "not run: av is not installed"}
+        return
+    from epd import video
+
+    path, size, num_frames = _video(setup, 10), setup.sizes.frame_size, setup.sizes.num_frames
+    info = video.probe(path)
+    times_s = [(index + 0.5) * info.duration_s / num_frames for index in range(num_frames)]
+
+    def read(device: video.VideoDevice | None) -> video.Frames:
+        return video.decode(path, times_s, size, device=device)
+
+    def timed(reader: str, work: Callable[[], _T], num_videos: int = 1) -> tuple[_T, Row]:
+        start_s = time.perf_counter()
+        found = work()
+        seconds = time.perf_counter() - start_s
+        each = {"frames": num_frames, "size": f"{size[0]} x {size[1]}", "s": round(seconds, 2)}
+        rate = round(num_videos * info.num_frames / seconds)
+        return found, {"reader": reader, **each, "frames of the file/s": rate}
+
+    truth, row = timed(f"CPU, {usable_cpus()} threads", partial(read, None))
+    yield row
+    for num_sessions in (1, 4, 8):
+        device = video.VideoDevice(str(setup.placement.device), num_sessions)
+        frames, row = timed(f"GPU, {num_sessions} decoders", partial(read, device))
+        error = np.subtract(frames.data, truth.data, dtype=np.float32)
+        psnr_db = 10 * math.log10(255**2 / max(1e-9, float(np.square(error).mean())))
+        is_equal = frames.pts_s.tolist() == truth.pts_s.tolist() and psnr_db >= _PSNR_DB
+        is_its = device.num_frames >= num_frames or not setup.placement.is_cuda
+        yield {**row, "of the GPU": device.num_frames, "PSNR dB": round(psnr_db, 1), OK: is_equal and is_its}
+    with ThreadPoolExecutor(2) as threads:
+        both = partial(lambda: [*threads.map(read, (None, device))])
+        yield timed("CPU and GPU, a video each", both, 2)[1]
 
 
 def _missing() -> list[str]:

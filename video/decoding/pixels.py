@@ -35,7 +35,7 @@ class FrameConverter:
         """Returns upright RGB at the target size, uint8 [H, W, 3]; it may be a view of a larger array."""
         matrix = self._matrix_of(frame)
         if self._mode == "fast" and self._size is not None:
-            return upright(self._rgb(frame, _stored_size(self._size, matrix)), matrix)
+            return upright(self._rgb(frame, stored_size(self._size, matrix)), matrix)
         return exact_resize(upright(self._rgb(frame, None), matrix), self._size)
 
     def _matrix_of(self, frame: VideoFrame) -> DisplayMatrix | None:
@@ -79,5 +79,6 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     return result
 
 
-def _stored_size(size: Size, matrix: DisplayMatrix | None) -> Size:
+def stored_size(size: Size, matrix: DisplayMatrix | None) -> Size:
+    """Returns (height, width) before frames are turned upright."""
     return (size[1], size[0]) if is_transposed(matrix) else size

@@ -186,11 +186,15 @@ class DecoderSession:
     def _decode(self, packet: VideoPacket | None) -> list[VideoFrame]:
         self._clock.fed(packet)
         try:
-            return self._context.decode(packet)
+            return self._frames(packet)
         except av.error.FFmpegError:
             self._clock.failed()
             self._resolver.failed()
             return []
+
+    def _frames(self, packet: VideoPacket | None) -> list[VideoFrame]:
+        """Returns what the decoder gives for a packet. Raises FFmpegError for damage."""
+        return self._context.decode(packet)
 
     def _emit(self, frames: list[VideoFrame]) -> Iterator[DecodedFrame]:
         for frame in frames:

@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import TracebackType
 
 import numpy as np
 
 from epd.colour import WHITE, Colour
-from epd.errors import CancelledError, RequestError
+from epd.errors import CancelledError, CorruptMediaError, RequestError
 from epd.types import FrameGroup, Frames, UInt8Array
 from epd.video.containers.animated_files import Animation
 from epd.video.containers.animation import Drawing, check_animation, find_animation, frame_at
 from epd.video.containers.images import exif_orientation, load_image, upright_size
 from epd.video.containers.limits import DEFAULT_LIMITS, Limits
 from epd.video.containers.orientation import TURNED, upright_by_exif
+from epd.video.decoding.device import DeviceFailedError, VideoDevice
 from epd.video.decoding.groups import cut_groups
 from epd.video.decoding.pixels import ResizeMode, Size, exact_resize
 from epd.video.decoding.pool import DecodePool, shared_pool
@@ -131,6 +133,60 @@ class PictureRun:
         self._is_closed = True
 
 
+class DeviceRun:
+    """Decodes on a device; from the group on at which that fails or finds the file damaged, on the CPU."""
+
+    def __init__(self, media: Media, times_s: Sequence[float], options: RunOptions, pool: DecodePool) -> None:
+        self._media, self._times_s, self._options, self._pool = media, times_s, options, pool
+        self._device = options.device
+        self._run = DecodeRun(media, times_s, options, pool)
+        self._first = self._num_taken = 0  # groups: before those of the run, and given
+        self._is_closed = False
+
+    @property
+    def frame_size(self) -> Size:
+        """(height, width) of the result."""
+        return self._run.frame_size
+
+    def next_group(self) -> FrameGroup | None:
+        """Returns what `DecodeRun.next_group` does, and raises as that."""
+        try:
+            group = self._run.next_group()
+        except (DeviceFailedError, CorruptMediaError) as error:
+            if self._device is None:
+                raise
+            self._leave(error)
+            self._go_on()
+            group = self._run.next_group()
+        if group is None:
+            self._leave(None)
+            return None
+        self._num_taken += 1
+        start = sum(self._options.group_sizes[: self._first])
+        return FrameGroup(self._first + group.index, start + group.start, group.frames)
+
+    def _leave(self, failure: Exception | None) -> None:
+        device, self._device = self._device, None
+        if device is not None and not isinstance(failure, CorruptMediaError):
+            device.note(failure)
+
+    def _go_on(self) -> None:
+        """Decodes the groups that are left on the CPU, which judges what is damaged."""
+        self._first = self._num_taken
+        sizes = self._options.group_sizes[self._first :]
+        times_s = self._times_s[len(self._times_s) - sum(sizes) :]
+        self._run = DecodeRun(
+            self._media, times_s, replace(self._options, group_sizes=sizes, device=None), self._pool
+        )
+        if self._is_closed:
+            self._run.close()
+
+    def close(self) -> None:
+        """Stops decoding; calling it again does nothing."""
+        self._is_closed = True
+        self._run.close()
+
+
 def decode(
     source: Source | Media,
     times_s: Sequence[float],
@@ -142,6 +198,7 @@ def decode(
     limits: Limits = DEFAULT_LIMITS,
     pool: DecodePool | None = None,
     background: Colour = WHITE,
+    device: VideoDevice | None = None,
 ) -> Frames:
     """Returns the frames on screen at `times_s`, in the order asked.
 
@@ -150,6 +207,7 @@ def decode(
     mode: "exact" equals the models' processors bit for bit, "fast" lets swscale resize.
     deadline_s: on the monotonic clock; requests with earlier ones are decoded first.
     background: what shows through the transparency of animated pictures and listed frames.
+    device: that decodes in place of the CPU, where it can: see `video/decoding/device.py`.
 
     Raises the MediaError of what is wrong with the file, RequestError for times or sizes that make no sense.
     """
@@ -164,6 +222,7 @@ def decode(
         first_deadline_s=_or_now(deadline_s),
         group_period_s=GROUP_PERIOD_S,
         limits=limits,
+        device=device,
     )
     run = _start(source, times, options, pool, background)
     try:
@@ -178,7 +237,7 @@ def decode(
 class GroupStream(Iterator[FrameGroup]):
     """Groups of frames in order, decoded ahead of the consumer; closing it stops the decoding."""
 
-    def __init__(self, run: DecodeRun | PictureRun) -> None:
+    def __init__(self, run: DecodeRun | DeviceRun | PictureRun) -> None:
         self._run = run
 
     def __next__(self) -> FrameGroup:
@@ -221,6 +280,7 @@ def stream(
     limits: Limits = DEFAULT_LIMITS,
     pool: DecodePool | None = None,
     background: Colour = WHITE,
+    device: VideoDevice | None = None,
 ) -> GroupStream:
     """Yields groups of the frames on screen at `times_s`, in order, while later ones are still being decoded.
 
@@ -230,7 +290,7 @@ def stream(
         128 MiB of them).
     deadline_s: when the first group is due, on the monotonic clock; the others follow every `group_period_s`.
         Of all requests, the group that is due first is decoded first.
-    background: as in `decode`.
+    background, device: as in `decode`.
 
     Use it in a `with` block: leaving it stops the decoding. Raises as `decode` does, here or while iterating.
     """
@@ -247,6 +307,7 @@ def stream(
         first_deadline_s=_or_now(deadline_s),
         group_period_s=group_period_s,
         limits=limits,
+        device=device,
     )
     return GroupStream(_start(source, times, options, pool, background))
 
@@ -257,14 +318,15 @@ def _or_now(deadline_s: float | None) -> float:
 
 def _start(
     source: Source | Media, times: list[float], options: RunOptions, pool: DecodePool, background: Colour
-) -> DecodeRun | PictureRun:
+) -> DecodeRun | DeviceRun | PictureRun:
     media = as_media(source)
     if is_frame_list(media):
         return PictureRun(ListedPictures(media, background), times, options)
     animation = find_animation(media)
     if animation is not None:
         return PictureRun(AnimatedPictures(media, animation, options, background), times, options)
-    return DecodeRun(media, times, options, pool)
+    kind = DecodeRun if options.device is None else DeviceRun
+    return kind(media, times, options, pool)
 
 
 def _check_times(times_s: Sequence[float]) -> list[float]:

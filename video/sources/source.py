@@ -20,6 +20,7 @@ import av
 import av.container
 import av.error
 import av.logging
+from av.codec.hwaccel import HWAccel
 from av.packet import Packet
 from av.video.stream import VideoStream
 
@@ -182,16 +183,21 @@ class OpenVideo:
 
 
 def open_video(
-    source: Source | Media, *, open_timeout_s: float = 10.0, ignores_edits: bool = False
+    source: Source | Media,
+    *,
+    open_timeout_s: float = 10.0,
+    ignores_edits: bool = False,
+    hwaccel: HWAccel | None = None,
 ) -> OpenVideo:
     """Open a container and choose its first real video stream, decoded by one thread.
 
     ignores_edits: whether FFmpeg leaves the edit list of an MP4 alone; times are those of the media then.
+    hwaccel: the device that decodes; frames that it cannot are decoded here.
 
     Raises MediaNotFoundError, UnsupportedMediaError (not a container, no video) or CorruptMediaError.
     """
     media = as_media(source)
-    container = open_container(media, open_timeout_s, ignores_edits=ignores_edits)
+    container = open_container(media, open_timeout_s, ignores_edits=ignores_edits, hwaccel=hwaccel)
     try:
         stream = _choose_stream(container, media.name)
     except BaseException:
@@ -203,7 +209,12 @@ def open_video(
 
 
 def open_container(
-    media: Media, open_timeout_s: float, formats: str = CONTAINER_FORMATS, *, ignores_edits: bool = False
+    media: Media,
+    open_timeout_s: float,
+    formats: str = CONTAINER_FORMATS,
+    *,
+    ignores_edits: bool = False,
+    hwaccel: HWAccel | None = None,
 ) -> av.container.InputContainer:
     """Opens a container of one of the formats. Raises as `open_video`."""
     options = {"format_whitelist": formats, "protocol_whitelist": "file"}
@@ -214,6 +225,7 @@ def open_container(
             container_options=options,
             metadata_errors="replace",
             timeout=(open_timeout_s, None),
+            hwaccel=hwaccel,
         )
     except (av.error.FFmpegError, ValueError, OSError) as error:
         raise open_error(media, error) from error
