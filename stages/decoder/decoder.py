@@ -158,9 +158,9 @@ class FusedDecoder:
         for cache, values in zip(caches, held, strict=True):
             cache[0, 0] = values
 
-    def warm_up_states(self, matrices: Tensor) -> None:
-        """Launches the kernels of a gated delta layer. matrices: of the states of one, which stay."""
-        next(each for each in self._layers.layers if isinstance(each, DeltaLayer)).mixer.warm_up(matrices)
+    def warm_up_states(self, states: tuple[Tensor, Tensor]) -> None:
+        """Launches the kernels of a gated delta layer. states: tails and matrices of one, which stay."""
+        next(each for each in self._layers.layers if isinstance(each, DeltaLayer)).mixer.warm_up(*states)
 
     def _with_experts(self) -> Iterator[SparseMlp | ExpertsBeside]:
         for layer in self._layers.layers:

@@ -2,6 +2,8 @@
 
 rows -> projection | queries, keys, values -> convolution, SiLU | gates | decays | strengths
                    -> delta rule -> norm of each head, times SiLU of its gate -> output matrix
+
+Between the products a GPU launches three kernels, and two more for long runs: see `stages/kernels`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.stages import kernels
 from epd.stages.decoder.delta_rule import CHUNK, DeltaInputs, DeltaPlan
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import RmsNorm
@@ -85,27 +89,31 @@ class GatedDelta:
 
     def __call__(self, rows: Tensor, tails: Tensor, matrices: Tensor, plan: DeltaPlan) -> Tensor:
         """Returns [T, H * Dv] of normed rows [T, C]. tails, matrices: of all slots, see `DeltaPlan`."""
-        sizes, num_rows = self.sizes, len(rows)
-        widths = [sizes.num_channels, sizes.value_channels, sizes.num_heads, sizes.num_heads]
-        mixed, gates, strengths, decays = torch.split(self.projection(rows), widths, dim=1)
-        mixed = silu(plan.convolve(mixed, self.filters, tails).to(rows.dtype))
-        inputs = self.inputs(mixed, strengths, decays)
-        out = self.norm(plan.attend(inputs, matrices).to(rows.dtype))
-        gates = silu(gates.float()).view(num_rows, sizes.num_heads, sizes.value_dim)
-        return (out * gates).to(rows.dtype).flatten(1)
+        projected = self.projection(rows)
+        attended = plan.attend(self.inputs(projected, tails, plan), matrices)
+        start = self.sizes.num_channels
+        return self.gated(attended, projected[:, start : start + self.sizes.value_channels])
 
-    def warm_up(self, matrices: Tensor) -> None:
-        """Launches the kernels of short runs and of chunks. matrices: of all slots, which stay."""
-        for num_rows in (1, CHUNK):
-            mixed = self.filters.new_zeros(num_rows, self.sizes.num_channels)
-            gates = self.rates.new_zeros(num_rows, self.sizes.num_heads)
-            starts = np.array([0, num_rows], np.int32)
-            plan = DeltaPlan.build(starts, [(None, -1, 0)], matrices.device)
-            plan.attend(self.inputs(mixed, gates, gates), matrices)
+    def warm_up(self, tails: Tensor, matrices: Tensor) -> None:
+        """Launches the kernels of short runs and of chunks. tails, matrices: of all slots, which stay."""
+        sizes, starts = self.sizes, np.array([0, 1, 1 + CHUNK], np.int32)
+        width = sizes.num_channels + sizes.value_channels
+        projected = tails.new_zeros(1 + CHUNK, width + 2 * sizes.num_heads)
+        plan = DeltaPlan.build(starts, [(None, -1, 0)] * 2, matrices.device)
+        attended = plan.attend(self.inputs(projected, tails, plan), matrices)
+        self.gated(attended, projected[:, sizes.num_channels : width])
 
-    def inputs(self, mixed: Tensor, strengths: Tensor, decays: Tensor) -> DeltaInputs:
-        """Splits convolved rows [T, channels] into heads, [T, H] of strengths and decays beside them."""
+    def inputs(self, projected: Tensor, tails: Tensor, plan: DeltaPlan) -> DeltaInputs:
+        """Convolves projected rows [T, channels + H * Dv + 2 H], and makes what the rule takes of them."""
         sizes = self.sizes
+        if uses_kernels(projected):
+            heads = sizes.num_key_heads, sizes.num_heads, sizes.key_dim, sizes.value_dim
+            of_rows = self.filters, self.rates, self.steps
+            made = kernels.delta_inputs_fused(projected, of_rows, tails, plan.work.pieces, heads, _LENGTH_EPS)
+            return DeltaInputs(*made)
+        widths = [sizes.num_channels, sizes.value_channels, sizes.num_heads, sizes.num_heads]
+        mixed, _, strengths, decays = torch.split(projected, widths, dim=1)
+        mixed = silu(plan.plain.convolve(mixed, self.filters, tails).to(projected.dtype))
         widths = [sizes.key_channels, sizes.key_channels, sizes.value_channels]
         queries, keys, values = torch.split(mixed.float(), widths, dim=1)
         return DeltaInputs(
@@ -115,6 +123,14 @@ class GatedDelta:
             self.rates * softplus(decays.float() + self.steps),
             strengths.sigmoid().float(),
         )
+
+    def gated(self, attended: Tensor, gates: Tensor) -> Tensor:
+        """Norms what the rule gives, float32 [T, H, Dv], and gates it: [T, H * Dv], of the gates' type."""
+        if uses_kernels(gates):
+            gated: Tensor = kernels.gate_norm_fused(attended, gates, self.norm.weight, self.norm.eps)
+            return gated
+        normed = self.norm(attended.to(gates.dtype)).flatten(1)
+        return (normed * silu(gates.float())).to(gates.dtype)
 
     def _directions(self, rows: Tensor) -> Tensor:
         """Returns [T, Hk, Dk] of length 1."""

@@ -10,7 +10,8 @@ matrix is that after the known tokens:
     rows of a pass    | a | b | c known, drafts ... | d known | drafts |
                       one step  one padded chunk of c and d
 
-All of it is plain torch, the twin of the kernels of GPUs in `stages/kernels/delta_rule.py`.
+All of it is plain torch, the twin of the kernels of GPUs in `stages/kernels/delta_rule.py`. Kernels read runs
+from tables, which a captured pass has in memory of its own.
 
 Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464, section 3.3).
 """
@@ -35,6 +36,8 @@ from epd.types import Int32Array, Int64Array
 CHUNK = 64
 # Rows of a run that a kernel computes one after another; of more it makes chunks.
 _MOST_STEPS = 16
+# To kernels, the source of a piece of a run that is not its first: the rows before it are in the pass.
+_GOES_ON = -2
 
 
 class DeltaInputs(NamedTuple):
@@ -86,6 +89,13 @@ class DeltaRun:
     def slots(self) -> tuple[int, int]:
         return -1 if self.source is None else self.source, self.target
 
+    def piece(self, at: int, most: int) -> tuple[int, int, int, int, int]:
+        """Returns the piece that begins at a row of a run without drafts, of at most so many rows."""
+        source, target = self.slots
+        num_rows = min(most, self.num_rows - at)
+        is_last = at + num_rows == self.num_rows
+        return self.start + at, num_rows, num_rows, _GOES_ON if at else source, target if is_last else -1
+
 
 @dataclass(frozen=True, slots=True)
 class DraftedRuns:
@@ -119,7 +129,7 @@ class DraftedRuns:
         matrices.index_copy_(0, self.targets, after)
 
     def convolve(self, rows: Tensor, filters: Tensor, tails: Tensor, out: Tensor) -> None:
-        """Fills its rows of out [T, C]. Otherwise as `DeltaPlan.convolve`."""
+        """Fills its rows of out [T, C]. Otherwise as `PlainDelta.convolve`."""
         window = torch.cat([tails.index_select(0, self.sources), rows[self.rows]], dim=1)
         length, kept = self.rows.shape[1], torch.arange(tails.shape[1], device=rows.device)
         parts = [window[:, at : at + length] * each for at, each in enumerate(filters)]
@@ -132,26 +142,33 @@ class DraftedRuns:
 
 
 class DeltaWork(NamedTuple):
-    """Holds what kernels compute of a pass, int32 on the device; `stages/kernels/delta_rule.py` says how.
+    """Holds what kernels compute of a pass, int32 on the device; `stages/kernels` says how.
 
-    steps: [N, 5]. chunks: [M, 2]. walks: [R, 4].
+    steps: [N, 5]. chunks: [M, 2]. walks: [R, 4]. pieces: [P, 5].
+    Rows of a captured pass that stand for no run have no rows or no slots.
     """
 
     steps: Tensor
     chunks: Tensor
     walks: Tensor
+    pieces: Tensor
 
     @classmethod
     def of(cls, runs: Sequence[DeltaRun], device: torch.device) -> DeltaWork:
-        short = [each for each in runs if each.num_drafts or each.num_rows <= _MOST_STEPS]
-        long = [each for each in runs if not each.num_drafts and each.num_rows > _MOST_STEPS]
-        steps = [(each.start, each.num_rows, each.num_known, *each.slots) for each in short]
-        chunks = [
-            (each.start + at, each.num_rows - at) for each in long for at in range(0, each.num_rows, CHUNK)
+        return cls(*arrays_to_device(work_tables(runs), device))
+
+    def runs(self) -> list[DeltaRun]:
+        """Reads the runs back, on a CPU."""
+        found = []
+        for start, num_rows, num_known, source, target in self.steps.tolist():
+            found.append((start, start + num_rows, source, target, num_rows - num_known))
+        for start, num_rows, source, target in self.walks.tolist():
+            found.append((start, start + num_rows, source, target, 0))
+        return [
+            DeltaRun(start, stop, None if source < 0 else source, *rest)
+            for start, stop, source, *rest in found
+            if start < stop and rest[0] >= 0
         ]
-        walks = [(each.start, each.num_rows, *each.slots) for each in long]
-        tables = ((steps, 5), (chunks, 2), (walks, 4))
-        return cls(*arrays_to_device([np.array(each, np.int32).reshape(-1, n) for each, n in tables], device))
 
     def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
         """Computes what `DeltaPlan.attend` does, on a GPU."""
@@ -161,23 +178,37 @@ class DeltaWork(NamedTuple):
         return out
 
 
+def work_tables(runs: Sequence[DeltaRun]) -> list[Int32Array]:
+    """Returns the tables of `DeltaWork` of these runs."""
+    short = [each for each in runs if each.num_drafts or each.num_rows <= _MOST_STEPS]
+    long = [each for each in runs if not each.num_drafts and each.num_rows > _MOST_STEPS]
+    steps = [(each.start, each.num_rows, each.num_known, *each.slots) for each in short]
+    starts = [(each, at) for each in long for at in range(0, each.num_rows, CHUNK)]
+    chunks = [(each.start + at, each.num_rows - at) for each, at in starts]
+    walks = [(each.start, each.num_rows, *each.slots) for each in long]
+    pieces = steps + [each.piece(at, CHUNK) for each, at in starts]
+    tables = ((steps, 5), (chunks, 2), (walks, 4), (pieces, 5))
+    return [np.array(each, np.int32).reshape(-1, width) for each, width in tables]
+
+
+def work_shapes(num_tokens: int, num_runs: int) -> list[tuple[int, int]]:
+    """Returns the largest shapes that tables of so many tokens and runs may have."""
+    num_long = min(num_runs, num_tokens // (_MOST_STEPS + 1))
+    num_chunks = num_long and num_long + num_tokens // CHUNK
+    return [(num_runs, 5), (num_chunks, 2), (num_long, 4), (num_runs + num_chunks, 5)]
+
+
 @dataclass(frozen=True)
 class DeltaPlan:
     """Says which slots the rows of a pass read and write; no slot that is written is read.
 
-    singles: rows of sequences that have one, int64 [S] on the device, or a slice of all rows; None without.
-    sources, targets: their slots, int64 [S] on the device.
-    drafted: sequences with drafts; None without any.
-    runs: the others.
-    parts: all sequences.
+    parts: all sequences. device: where they are computed.
+    fixed: the tables of a captured pass, which differ from replay to replay; then there are no parts.
     """
 
-    singles: Tensor | slice | None
-    sources: Tensor
-    targets: Tensor
-    drafted: DraftedRuns | None
-    runs: tuple[DeltaRun, ...]
     parts: tuple[DeltaRun, ...]
+    device: torch.device
+    fixed: DeltaWork | None = None
 
     @classmethod
     def build(
@@ -185,35 +216,58 @@ class DeltaPlan:
     ) -> DeltaPlan:
         """Builds a plan. states: of each segment, as in `Segment`."""
         pairs = zip(query_starts[:-1].tolist(), query_starts[1:].tolist(), states, strict=True)
-        parts = [DeltaRun(start, stop, *slots) for start, stop, slots in pairs]
-        alone = [each for each in parts if each.num_rows == 1 and each.source is not None]
-        drafted = [each for each in parts if each.num_drafts]
-        columns = [_column(alone, name) for name in ("start", "source", "target")]
-        rows, sources, targets = arrays_to_device(columns, device)
-        singles = slice(None) if len(alone) == len(parts) else rows
-        runs = tuple(each for each in parts if each not in alone and not each.num_drafts)
-        return cls(
-            singles if alone else None,
-            sources,
-            targets,
-            DraftedRuns.of(drafted, device) if drafted else None,
-            runs,
-            tuple(parts),
-        )
+        return cls(tuple(DeltaRun(start, stop, *slots) for start, stop, slots in pairs), device)
 
     @cached_property
     def work(self) -> DeltaWork:
         """Returns the plan for kernels, which nothing else needs."""
-        return DeltaWork.of(self.parts, self.sources.device)
+        return DeltaWork.of(self.parts, self.device) if self.fixed is None else self.fixed
+
+    @property
+    def plain(self) -> PlainDelta:
+        """Returns the plan for plain torch."""
+        return self._plain if self.fixed is None else PlainDelta.of(self.fixed.runs(), self.device)
+
+    @cached_property
+    def _plain(self) -> PlainDelta:
+        return PlainDelta.of(self.parts, self.device)
 
     def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
         """Returns [T, H, Dv]. matrices: float32 [slots, H, Dk, Dv], of which `targets` are written."""
-        attend = self.work.attend if uses_kernels(matrices) else self.attend_plainly
+        attend = self.work.attend if uses_kernels(matrices) else self.plain.attend
         return attend(inputs, matrices)
 
-    def attend_plainly(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
-        """Computes the same in plain torch."""
-        inputs, out = inputs.by_value(), torch.empty_like(inputs.value)
+
+@dataclass(frozen=True, slots=True)
+class PlainDelta:
+    """Computes the rows of a pass in plain torch.
+
+    singles: rows of sequences that have one, int64 [S] on the device, or a slice; None without.
+    sources, targets: their slots, int64 [S] on the device.
+    drafted: sequences with drafts; None without any.
+    runs: the others.
+    """
+
+    singles: Tensor | slice | None
+    sources: Tensor
+    targets: Tensor
+    drafted: DraftedRuns | None
+    runs: tuple[DeltaRun, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[DeltaRun], device: torch.device) -> PlainDelta:
+        alone = [each for each in parts if each.num_rows == 1 and each.source is not None]
+        drafted = [each for each in parts if each.num_drafts]
+        columns = [_column(alone, name) for name in ("start", "source", "target")]
+        rows, sources, targets = arrays_to_device(columns, device)
+        singles = slice(len(alone)) if len(alone) == len(parts) else rows
+        runs = tuple(each for each in parts if each not in alone and not each.num_drafts)
+        of_drafts = DraftedRuns.of(drafted, device) if drafted else None
+        return cls(singles if alone else None, sources, targets, of_drafts, runs)
+
+    def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
+        """Computes what `DeltaPlan.attend` does."""
+        inputs, out = inputs.by_value(), torch.zeros_like(inputs.value)
         if self.singles is not None:
             step = delta_step(inputs.at(self.singles), matrices.index_select(0, self.sources))
             out[self.singles], state = step
@@ -232,7 +286,7 @@ class DeltaPlan:
         filters: float32 [K, C], the last one for a row itself.
         tails: [slots, K - 1, C], the rows before, of which `targets` are written.
         """
-        out = rows.new_empty(rows.shape, dtype=torch.float32)
+        out = rows.new_zeros(rows.shape, dtype=torch.float32)
         if self.singles is not None:
             window = torch.cat([tails.index_select(0, self.sources), rows[self.singles, None]], dim=1)
             out[self.singles] = (window * filters).sum(1)

@@ -156,7 +156,7 @@ class ModelRunner:
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
         if self.pools.states is not None and isinstance(self._decoder, FusedDecoder):
-            self._decoder.warm_up_states(self.pools.states.layer(0)[1])
+            self._decoder.warm_up_states(self.pools.states.layer(0))
 
     @torch.inference_mode()
     def _captured(self, capturing: Capturing | None) -> tuple[DecodeGraphs | None, ChunkGraphs | None]:

@@ -168,6 +168,8 @@ def _delta_solve_kernel(  # type: ignore[no-untyped-def] # arguments are pointer
     at = tl.arange(0, CHUNK)
     token = tl.load(item).to(tl.int64)
     num_rows = tl.load(item + 1)
+    if num_rows <= 0:  # of a captured pass with fewer chunks
+        return
     KEY_ROW: tl.constexpr = (NUM_HEADS // GROUP) * KEY_DIM
     keys = key + token * KEY_ROW + head // GROUP * KEY_DIM
     queries = query + token * KEY_ROW + head // GROUP * KEY_DIM

@@ -275,22 +275,28 @@ def expert_launches(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_ro
     return recorded(launch)
 
 
-def delta_launches(heads: tuple[int, int, int, int], *, is_warm_up: bool = False) -> list[Launch]:
-    """The launches of the delta rule in a pass of decodes, drafts and chunks. heads: as in DELTA_HEADS."""
+def delta_launches(
+    heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16, *, is_warm_up: bool = False
+) -> list[Launch]:
+    """The launches of a gated delta layer in a pass of decodes, drafts, chunks; heads as in DELTA_HEADS."""
 
     def launch() -> None:
         sizes, empty = DeltaSizes(*heads), partial(torch.empty, device="cuda")
-        matrices, gates = empty(5, 30, *heads[1:])[:, 3], empty(304, heads[1])
-        norm, filters = RmsNorm.of(empty(heads[3]), 1e-6), empty(4, sizes.num_channels)
-        layer = GatedDelta(sizes, lambda rows: rows, filters, gates[0], gates[0], norm)
+        matrices, gates = empty(5, 30, *heads[1:])[:, 3], empty(heads[1])
+        tails = empty(5, 30, 3, sizes.num_channels, dtype=dtype)[:, 3]
+        norm, filters = RmsNorm.of(empty(heads[3], dtype=dtype), 1e-6), empty(4, sizes.num_channels)
+        layer = GatedDelta(sizes, lambda rows: rows, filters, gates, gates, norm)
         if is_warm_up:
-            layer.warm_up(matrices)
+            layer.warm_up(tails, matrices)
             return
         starts, slots = np.array([0, 1, 4, 304], np.int32), [(0, 1, 0), (2, 3, 1), (None, 4, 0)]
         plan = DeltaPlan.build(starts, slots, torch.device("cuda"))
-        plan.attend(layer.inputs(empty(304, sizes.num_channels), gates, gates), matrices)
+        width = sizes.num_channels + sizes.value_channels + 2 * sizes.num_heads
+        layer(empty(304, width, dtype=dtype), tails, matrices, plan)
 
-    with patch("epd.stages.decoder.delta_rule.uses_kernels", lambda _: True):
+    with ExitStack() as switches:
+        for module in ("delta_layer", "delta_rule"):
+            switches.enter_context(patch(f"epd.stages.decoder.{module}.uses_kernels", lambda _: True))
         return recorded(launch)
 
 
@@ -405,9 +411,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for sizes, dtype, num_rows in itertools.product(EXPERTS, DTYPES, (1, 32, 8192)):
         for launch in expert_launches(sizes, dtype, num_rows):
             yield f"{sizes[0]} experts {dtype}", launch
-    for heads in DELTA_HEADS:
-        for launch in delta_launches(heads):
-            yield f"delta rule {heads}", launch
+    for heads, dtype in itertools.product(DELTA_HEADS, DTYPES):
+        for launch in delta_launches(heads, dtype):
+            yield f"delta rule {heads} {dtype}", launch
     for (shape, unit, side, merge), dtype in itertools.product(PATCHES, DTYPES):
         yield f"patches {[unit, side, merge]} {dtype}", patch_launches(shape, unit, side, merge, dtype)[0]
 
@@ -438,7 +444,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
             launches += quantized_launches(dtype, 32 if dim == 80 else 128)
             for sizes, num_rows in itertools.product(EXPERTS, (1, 32, 8192)):
                 launches += expert_launches(sizes, dtype, num_rows)
-            launches += [each for of_heads in DELTA_HEADS for each in delta_launches(of_heads)]
+            launches += [each for of_heads in DELTA_HEADS for each in delta_launches(of_heads, dtype)]
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
     found = [

@@ -54,6 +54,7 @@ PARTS = {
     "tower": lambda: towers.compare_fused("cpu", torch.float32),
     "fusions": lambda: fusions.compare_all("cpu"),
     "delta": lambda: delta.compare_all("cpu"),
+    "layers": lambda: delta.compare_layers("cpu"),
     "answer": delta.compare_answer,
     "experts": lambda: experts.compare_all("cpu"),
     "arranged": lambda: experts.compare_arranged("cpu"),
@@ -114,7 +115,11 @@ def without_triton() -> dict[str, str]:
         ("tower", None),
         ("fusions", 15 * len(SHAPES)),
         ("delta", sum(len(case.passes) for case in DELTA)),
-        ("answer", 3 * 4),  # of three layers, a prompt and three decodes
+        ("layers", 2 * 2),  # of two types
+        (
+            "answer",
+            3 * 3 * 4,
+        ),  # of three layers, before the rule, in it and behind, a prompt and three decodes
         ("experts", len(EXPERTS)),
         ("arranged", 2),
         ("turned", "refused"),

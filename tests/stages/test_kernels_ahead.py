@@ -32,8 +32,9 @@ SHAPES = [
 ]
 ATTENTION = {"_attend_kernel", "_merge_kernel", "_write_kernel"}
 KERNELS = ATTENTION | {
-    "_add_rms_norm_kernel", "_arrange_kernel", "_copy_kernel", "_delta_solve_kernel", "_delta_steps_kernel",
-    "_delta_walk_kernel", "_down_kernel", "_fp8_product_kernel", "_gate_up_kernel", "_int4_product_kernel",
+    "_add_rms_norm_kernel", "_arrange_kernel", "_copy_kernel", "_delta_inputs_kernel", "_delta_solve_kernel",
+    "_delta_steps_kernel", "_delta_walk_kernel", "_down_kernel", "_fp8_product_kernel", "_gate_norm_kernel",
+    "_gate_up_kernel", "_int4_product_kernel",
     "_norm_rotate_write_kernel", "_patchify_kernel", "_rotate_pairs_kernel", "_silu_mul_kernel",
 }  # fmt: skip
 
@@ -85,4 +86,4 @@ def test_a_warm_up_launches_what_passes_launch(found: dict[str, Any]) -> None:
 
 def test_the_delta_rule_is_compiled_before_the_first_pass(found: dict[str, Any]) -> None:
     """One variant of each kernel, whether a run begins, goes on or has drafts."""
-    assert (found["num_delta"], found["missing_delta"]) == (3, [])
+    assert (found["num_delta"], found["missing_delta"]) == (5, [])

@@ -32,6 +32,7 @@ from tests.stages.kernels_ahead import Launch, recorded
 _DISPATCHED = (
     "epd.stages.attention.attention",
     "epd.stages.attention.device",
+    "epd.stages.decoder.delta_layer",
     "epd.stages.decoder.delta_rule",
     "epd.stages.decoder.experts",
     "epd.stages.decoder.operations",
@@ -92,7 +93,7 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
         if is_warm_up:
             decoder.warm_up(caches[0])
             if states is not None:
-                decoder.warm_up_states(states[1])
+                decoder.warm_up_states(states)
             return
         positions = torch.empty(3 if known.row_of_frequency is not None else 1, 2, device="cuda").long()
         of_states = None
