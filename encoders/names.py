@@ -20,8 +20,10 @@ _RENAMES = (
     (re.compile(r"^(?=(visual|vision_tower|audio_tower|multi_modal_projector|image_newline)\b)"), "model."),
     (re.compile(r"^model\.(?=(embed_tokens|layers|norm)\.)"), "model.language_model."),
 )
+# Of all experts of a layer in the model; scales of those in FP8 have the same names with an end.
+EXPERT_MATRICES, EXPERT_SCALES = ("gate_up_proj", "down_proj"), "_scales"
 # An expert that lies in the files by itself, and queries, keys or values of a tower that do.
-_SINGLE_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_SINGLE_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|scales)$")
 _SINGLE_THIRD = re.compile(r"^(.*\bvisual\.blocks\.\d+\.attn)\.([qkv])\.(weight|bias)$")
 _NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
 # Of ERNIE 4.5 VL, in each layer: experts, the gate of those for texts or for media, and the bias of both.
@@ -71,9 +73,9 @@ def joint_part(stored: str) -> JointPart | None:
         if embedding is None:
             return None
         return JointPart(f"{embedding[1]}embed_tokens.weight", None, int(embedding[2] is not None), 2, True)
-    if expert[3] == "down":
-        return JointPart(f"{expert[1]}.down_proj", int(expert[2]), 0, 1)
-    return JointPart(f"{expert[1]}.gate_up_proj", int(expert[2]), ("gate", "up").index(expert[3]), 2)
+    is_down, end = expert[3] == "down", EXPERT_SCALES if expert[4] == "scales" else ""
+    joint = f"{expert[1]}.{EXPERT_MATRICES[is_down]}{end}"
+    return JointPart(joint, int(expert[2]), int(expert[3] == "up"), 1 if is_down else 2)
 
 
 def parts_by_kind(stored: str, num_experts: int) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from epd.errors import ModelError, UnsupportedModelError
 # Rows and columns of a matrix that share a scale, where blocks of FP8 values do.
 FP8_BLOCK = (128, 128)
 _GROUPS = (32, 64, 128)
+_EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")  # fields that count them
 SUPPORTED = (
     "FP8 (e4m3) with a scale for each block of 128 x 128, row or matrix, activations not quantised or "
     "dynamically (quant_method fp8; compressed-tensors in the format float-quantized), AWQ of 4 bits with "
@@ -74,8 +75,8 @@ def _read(config: Mapping[str, Any]) -> Quantization | None:
         return None
     found = _Found(settings, str(settings.get("quant_method")), str(config.get("model_type")))
     quantization = _quantization(found)
-    if config.get("num_experts") or text.get("num_experts"):
-        raise found.unsupported("experts")
+    if quantization.bits == 4 and any(config.get(name) or text.get(name) for name in _EXPERTS):
+        raise found.unsupported("experts, which are supported in FP8")
     return quantization
 
 

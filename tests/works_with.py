@@ -112,6 +112,7 @@ FEATURES = (
     _model("FP8 weights", "fp8"),
     _model("AWQ weights", "awq"),
     _model("experts", "InternVL3.5-30B-A3B"),
+    _model("experts in FP8", "fp8-packed"),
     _model("recurrent states", "qwen3_5"),
     Feature("keys and values on disk", {"cache_dir": Path("kept")}),
     Feature("an object store", {"cache_dir": Path("kept"), "cache_objects": "objects"}),
@@ -261,9 +262,12 @@ class Trials:
             return folder if folder.exists() else build_qwen3_5(folder)
         if checkpoint == _IMAGES_ALONE:
             return folder if folder.exists() else build_gemma3(folder)
-        if checkpoint not in quantized.LAYOUTS:
+        layouts = quantized.LAYOUTS if checkpoint in quantized.LAYOUTS else quantized.EXPERT_LAYOUTS
+        if checkpoint not in layouts:
             return folder if folder.exists() else shrunk.build(checkpoint, folder)
-        return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized
+        if not folder.exists():
+            quantized.build(checkpoint, folder, layouts)
+        return folder / "quantized"
 
 
 def _names(features: Iterable[Feature]) -> tuple[str, ...]:

@@ -14,20 +14,27 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.stages import kernels
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import gelu_mul, silu_mul
+from epd.stages.kernels.quantized_plain import Fp8Matrices
+from epd.stages.loading.quantized_experts import QuantizedExperts
 from epd.stages.rank import Collectives, summed
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Holds the matrices of E experts: gate_up [E, 2 I, C], gate above up, and down [E, C, I]."""
+    """Holds the matrices of E experts: gate_up [E, 2 I, C], gate above up, and down [E, C, I].
 
-    gate_up: Tensor
-    down: Tensor
+    Both are in FP8, or none is.
+    """
+
+    gate_up: Tensor | Fp8Matrices
+    down: Tensor | Fp8Matrices
     activate: Callable[[Tensor], Tensor] = silu_mul
 
     @classmethod
     def of(cls, module: Any, activate: Callable[[Tensor], Tensor] = silu_mul) -> Experts:
-        """Takes those of a module of transformers."""
+        """Takes those of a module of transformers, or of quantised ones."""
+        if isinstance(module, QuantizedExperts):
+            return cls(*module.matrices(), activate)
         return cls(module.gate_up_proj.detach(), module.down_proj.detach(), activate)
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -53,11 +60,23 @@ def experts_plain(rows: Tensor, experts: Experts, chosen: Tensor, weights: Tenso
     ids, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(len(experts.down), device=rows.device)
     ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
-    hidden = grouped_mm(rows[order // chosen.shape[1]], experts.gate_up.transpose(1, 2), offs=ends)
-    found = grouped_mm(experts.activate(hidden), experts.down.transpose(1, 2), offs=ends)
+    hidden = _products(rows[order // chosen.shape[1]], experts.gate_up, ids, ends)
+    found = _products(experts.activate(hidden), experts.down, ids, ends)
     added = found.new_empty(*chosen.shape, found.shape[1])
     added.flatten(0, 1)[order] = found
     return added.mul_(weights[..., None]).sum(1)
+
+
+def _products(rows: Tensor, matrices: Tensor | Fp8Matrices, ids: Tensor, ends: Tensor) -> Tensor:
+    """Returns [P, N] of rows [P, C], each by the matrix of its id; FP8 is dequantised before.
+
+    ids: int64 [P], in order. ends: int32 [E], of each expert the row behind its last.
+    """
+    if isinstance(matrices, Fp8Matrices):
+        if len(ids) < len(matrices):  # those that are chosen alone, though some of them twice
+            return torch.bmm(matrices[ids].dequantised(rows.dtype), rows[:, :, None])[:, :, 0]
+        matrices = matrices.dequantised(rows.dtype)
+    return grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
 
 
 @dataclass(frozen=True, slots=True)

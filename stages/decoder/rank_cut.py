@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from epd.encoders.names import EXPERT_SCALES
 from epd.errors import UnsupportedModelError
 from epd.stages.attention.support import MIXED_HEADS, RECURRENT, adds_embeddings
 from epd.stages.decoder.text_model import text_model
 from epd.stages.loading.merged_weights import GATE_UP, QKV
+from epd.stages.loading.quantized_experts import QuantizedExperts
 from epd.stages.loading.quantized_linear import QuantizedLinear
 from epd.stages.loading.weight_files import TensorPart
 from epd.stages.rank import Rank
@@ -174,11 +176,20 @@ def _of_matrix(name: str, module: Any, part: TensorPart, rank: Rank) -> Iterator
 
 def _experts(name: str, experts: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
     """Cuts out channels of every expert: the ranks have equal work, whatever the tokens are."""
-    gate_up, down = (tuple(each.shape) for each in (experts.gate_up_proj, experts.down_proj))
-    start, stop = rank.part(down[2])
-    gate, up = (start, stop), (down[2] + start, down[2] + stop)
-    yield f"{name}.gate_up_proj", TensorPart(1, (gate, up), whole=gate_up)
-    yield f"{name}.down_proj", TensorPart(2, ((start, stop),), whole=down)
+    width = experts.down_proj.shape[2]
+    unit = experts.block[0] if isinstance(experts, QuantizedExperts) and experts.block else 1
+    start, stop = (unit * each for each in rank.part(width // unit))
+    if start == stop:
+        raise UnsupportedModelError(
+            f"received a tensor parallel size of {rank.size} for {name}, of whose {width} channels {unit} "
+            f"cannot be parted; allowed: at most {width // unit}; set a smaller one"
+        )
+    ranges = {1: ((start, stop), (width + start, width + stop)), 2: ((start, stop),)}
+    for kind, tensor in experts.named_parameters():
+        dim, over = 2 if kind.startswith("down") else 1, unit if kind.endswith(EXPERT_SCALES) else 1
+        if tensor.shape[dim] > 1:  # else it is a scale of whole rows
+            part = tuple((first // over, last // over) for first, last in ranges[dim])
+            yield f"{name}.{kind}", TensorPart(dim, part, whole=tuple(tensor.shape))
 
 
 def _check_units(name: str, part: TensorPart, rank: Rank, count: int, unit: int) -> None:

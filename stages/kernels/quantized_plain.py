@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,36 @@ class Fp8Matrix:
         if scales.shape[1] > 1:
             scales = scales.repeat_interleave(self.columns_of_scale, 1)[:, : self.num_columns]
         return values.mul_(scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrices:
+    """Holds FP8 matrices of one size, such as those of experts.
+
+    values: float8_e4m3fn [E, N, C].
+    scales: [E, ceil(N / R), ceil(C / S)].
+    rows_of_scale, columns_of_scale: R and S.
+    """
+
+    values: Tensor
+    scales: Tensor
+    rows_of_scale: int
+    columns_of_scale: int
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, numbers: Tensor) -> Fp8Matrices:
+        """Returns those of these numbers, int64 [P]."""
+        return replace(self, values=self.values[numbers], scales=self.scales[numbers])
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Returns [E, N, C] in a type. One matrix after another goes through float32."""
+        whole = self.values.new_empty(self.values.shape, dtype=dtype)
+        for place, values, scales in zip(whole, self.values, self.scales, strict=True):
+            matrix = Fp8Matrix(values, scales, self.rows_of_scale, self.columns_of_scale)
+            place.copy_(matrix.dequantised(0, len(values)))
+        return whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,13 @@ A matrix [N, C]; with 4 bits, groups of G columns share a scale and a zero point
 that matrices are merged by their rows as any others are:
 
     files   FP8     weight [N, C] | weight_scale_inv or weight_scale [N / 128, C / 128], [N, 1] or [1]
+            experts, if not one by one: gate_up_proj, down_proj [E, N, C] | the same with an end, _scale_inv
+                    [E, N / 128, C / 128]; or all of these [E, C, N]
             AWQ     qweight int32 [C, N / 8] | qzeros int32 [C / G, N / 8] | scales [C / G, N]
             GPTQ    qweight int32 [C / 8, N] | qzeros, scales as AWQ's
             packed  weight_packed int32 [N, C / 8] | weight_scale [N, C / G] | weight_shape int64 [2], or
                     weight_zero_point int32 [N / 8, C / G]
-    memory  FP8     weight [N, C] | scales [N / 128, C / 128] or [N, 1]
+    memory  FP8     weight [N, C] | scales [N / 128, C / 128] or [N, 1]; of experts see `quantized_experts.py`
             4 bits  packed uint8 [N, C / 2] | zeros uint8 [N, C / G] | scales [N, C / G]
 
 A byte of `packed` has a column of the first half of its group in its low bits, and the one that is G / 2
@@ -25,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from epd.encoders.names import EXPERT_MATRICES, EXPERT_SCALES
 from epd.encoders.quantization import Quantization
 from epd.stages.kernels.quantized_plain import fp8_rows_plain
 from epd.types import ceil_div
@@ -50,7 +53,8 @@ class TensorForm:
 
     name, shape, dtype: in the model.
     block: rows and columns of its matrix that share a scale.
-    columns: that are kept of what becomes FP8, whose scales are those of whole rows; None for all.
+    kept: a dimension of what became FP8, whose scales are those of whole rows, and [start, stop) of what is
+        kept of it; None for all.
     """
 
     name: str
@@ -58,7 +62,7 @@ class TensorForm:
     dtype: torch.dtype
     block: tuple[int, int]
     step: Step = "none"
-    columns: tuple[int, int] | None = None
+    kept: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
     def of(self, stored: Tensor) -> Tensor:
         """Returns the stored tensor in this form."""
@@ -67,13 +71,20 @@ class TensorForm:
         if self.step == "middle":
             return torch.full(self.shape, _MIDDLE, dtype=self.dtype, device=stored.device)
         if self.step in ("fp8", "fp8_scales"):
-            values, scales = fp8_rows_plain(stored, stored.shape[1])
-            kept = scales if self.step == "fp8_scales" else values[:, slice(*(self.columns or (None,)))]
-            return kept[: self.shape[0]].contiguous()
+            whole = self._in_fp8(stored) if stored.ndim == 2 else torch.stack([*map(self._in_fp8, stored)])
+            dim, ranges = self.kept or (0, ())
+            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+            return torch.cat(parts, dim) if parts else whole
         if self.step in _VALUES:
             values = _VALUES[self.step](stored)[: self.shape[0]]
             return pack(values, self.block[1]) if "packed" in self.step else values.contiguous()
         return stored.t().contiguous() if self.step == "turned" else stored
+
+    def _in_fp8(self, matrix: Tensor) -> Tensor:
+        """Returns values or scales of a matrix [N, C], which may be turned."""
+        rows = matrix if matrix.shape[1] == self.block[1] else matrix.t()
+        values, scales = fp8_rows_plain(rows, rows.shape[1])
+        return (scales if self.step == "fp8_scales" else values)[: len(rows)].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,8 @@ def forms_of(
         matrix, _, part = name.rpartition(".")
         if part == "weight" and tensor.dtype == torch.float8_e4m3fn:
             forms.update(_fp8_forms(matrix, known, quantization))
+        elif part in EXPERT_MATRICES and tensor.dtype == torch.float8_e4m3fn:
+            forms.update(_expert_forms(name, known, quantization))
         elif part == "qweight":
             forms.update(_turned_forms(matrix, known, quantization))
         elif part == "weight_packed":
@@ -123,6 +136,21 @@ def _fp8_forms(
         form = TensorForm(kept, scales.shape, scales.dtype, block)
     yield f"{matrix}.weight", TensorForm(f"{matrix}.weight", weight.shape, weight.dtype, block)
     yield name, form
+
+
+def _expert_forms(
+    name: str, known: Mapping[str, _Stored], quantization: Quantization
+) -> Iterator[tuple[str, TensorForm]]:
+    """Returns the forms of experts that are all in one tensor, whichever way their matrices are turned."""
+    weight, kept = known[name], f"{name}{EXPERT_SCALES}"
+    found = kept if kept in known else f"{name}_scale_inv"
+    scales, block = _found(found, known), quantization.block
+    if block is None or len(weight.shape) != 3 or any(size % block[0] for size in weight.shape[1:]):
+        raise ValueError(f"{name} is of FP8 and has shape {weight.shape}; allowed: experts of whole blocks")
+    num_experts, rows, columns = weight.shape
+    _check_shape(found, scales, (num_experts, rows // block[0], columns // block[1]))
+    yield name, TensorForm(name, weight.shape, weight.dtype, block)
+    yield found, TensorForm(kept, scales.shape, scales.dtype, block)
 
 
 def _turned_forms(

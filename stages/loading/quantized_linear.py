@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from epd.encoders.kernels.dispatch import uses_kernels
-from epd.encoders.names import name_in_model
+from epd.encoders.names import EXPERT_MATRICES, EXPERT_SCALES, joint_part, name_in_model
 from epd.encoders.quantization import FP8_BLOCK
-from epd.errors import UnsupportedModelError
 from epd.stages import kernels
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, fp8_rows_plain, multiply_plain
 from epd.stages.loading.merged_weights import merged
+from epd.stages.loading.quantized_experts import QuantizedExperts, quantize_experts
 from epd.stages.loading.quantized_forms import TensorForm
 from epd.stages.loading.weight_files import StoredTensor
 
@@ -211,7 +211,9 @@ def can_multiply(kind: Fp8Kind, device: torch.device) -> bool:
 def products_text(model: nn.Module) -> str:
     """Says how the quantised matrices of a model are multiplied; empty without any."""
     kinds = Counter(each.fp8_kind for each in model.modules() if isinstance(each, QuantizedLinear))
-    return "".join(f", {count} quantised matrices {_TOLD[kind]}" for kind, count in kinds.items())
+    told = "".join(f", {count} quantised matrices {_TOLD[kind]}" for kind, count in kinds.items())
+    num_mixtures = sum(isinstance(each, QuantizedExperts) for each in model.modules())
+    return told + f", experts of {num_mixtures} layers {_TOLD['weights']}" * (num_mixtures > 0)
 
 
 def product_of(modules: Sequence[QuantizedLinear]) -> QuantizedProduct | Fp8Product:
@@ -237,39 +239,56 @@ def quantized_on_load(
     """Says of the weights of a language model's layers that they become FP8, with a scale for each row.
 
     A weight is stored once and read twice: its values, then its scales. What makes the gates of recurrent
-    states stays as it is.
-    name_of: the name in the model of a stored tensor. Raises UnsupportedModelError for experts.
+    states stays as it is. Of experts too each row has a scale, whether they are stored one by one or not.
+    name_of: the name in the model of a stored tensor.
     """
-    names = {each: name for name, each in model.named_modules()}
+    names, sizes = {each: name for name, each in model.named_modules()}, dict(model.named_parameters())
     layers = list(model.get_decoder().layers.modules())
-    if any(hasattr(each, "experts") for each in layers):
-        raise UnsupportedModelError(
-            "received the quantization fp8 for a model with experts; allowed: models without; leave it out"
-        )
     chosen = {f"{names[each]}.weight" for each in layers if isinstance(each, nn.Linear)}
+    experts = {f"{names[each]}.{name}" for each in layers for name in EXPERT_MATRICES if hasattr(each, name)}
     for each in stored:
         name = name_of(each.name)
-        if name not in chosen or name.endswith(_GATES):
+        if name in experts:
+            start, _, single = each.name.rpartition(".experts.")
+            if joint_part(each.name) is None:
+                yield from _in_fp8(each, name, f"{name}{EXPERT_SCALES}", sizes[name].shape)
+            else:
+                matrix = f"{start}.experts.{single.removesuffix('.weight')}"
+                yield from _in_fp8(each, f"{matrix}.weight", f"{matrix}.scales", each.shape)
+        elif name in chosen and not name.endswith(_GATES):
+            yield from _in_fp8(each, name, f"{name.removesuffix('.weight')}.scales", each.shape)
+        else:
             yield each
-            continue
-        matrix, block = name.removesuffix(".weight"), (1, each.shape[1])
-        scales = TensorForm(f"{matrix}.scales", (each.shape[0], 1), torch.float32, block, "fp8_scales")
-        yield replace(each, form=TensorForm(name, each.shape, torch.float8_e4m3fn, block, "fp8"))
-        source = each.source or each.name
-        yield replace(each, name=f"{matrix}.weight_scale", source=source, form=scales)
+
+
+def _in_fp8(stored: StoredTensor, weight: str, scales: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
+    """Says that a tensor becomes values in FP8, and scales. weight, scales, shape: as the model has them."""
+    block, source = (1, shape[-1]), stored.source or stored.name
+    yield replace(stored, form=TensorForm(weight, tuple(shape), torch.float8_e4m3fn, block, "fp8"))
+    form = TensorForm(scales, (*shape[:-1], 1), torch.float32, block, "fp8_scales")
+    yield replace(stored, name=f"{stored.name}_scale", source=source, form=form)
 
 
 def quantize_modules(model: nn.Module, forms: Iterable[TensorForm], *, is_weight_only: bool = False) -> None:
-    """Replaces the linear modules of a skeleton that these are the forms of, where it has them.
+    """Replaces the linear modules and experts of a skeleton that these are the forms of, where it has them.
 
     is_weight_only: whether the files say that rows are not quantised.
     Raises ValueError for a quantised weight of any other module, and for one that does not fit.
     """
     known = model.state_dict(keep_vars=True)
     matrices: defaultdict[str, dict[str, TensorForm]] = defaultdict(dict)
+    experts: defaultdict[str, list[TensorForm]] = defaultdict(list)
     for form in forms:
         matrix, _, part = form.name.rpartition(".")
-        matrices[matrix][part] = form
+        layer, of_experts, _ = form.name.rpartition(".experts.")
+        if of_experts:
+            experts[layer].append(form)
+        else:
+            matrices[matrix][part] = form
+    for layer, parts_of_all in experts.items():
+        name = name_in_model(f"{layer}.experts.{EXPERT_MATRICES[0]}", known)
+        if name is not None:
+            quantize_experts(model, name.rpartition(".")[0], parts_of_all)
     for matrix, parts in matrices.items():
         name = name_in_model(f"{matrix}.weight", known)
         if name is not None:  # else it is of another role

@@ -47,8 +47,9 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_TO_FP8: tuple[Step, ...] = ("fp8", "fp8_scales")
 # Ends of names of tensors that only weights of FP8 have.
-_SCALES = (".weight_scale", ".weight_scale_inv")
+_SCALES = (".weight_scale", ".weight_scale_inv", "_proj_scale_inv")
 # Of those that keep the type of the files: what chooses experts.
 _KEPT = ("_moe.gate.weight", "e_score_correction_bias")
 # That transformers has for a config.json that does not say so.
@@ -78,11 +79,12 @@ class TensorPart:
 
     def of_stored(self, shape: Sequence[int], form: TensorForm | None) -> TensorPart | None:
         """Returns the part of a stored tensor of this shape that becomes this one; None for all of it."""
-        if form is not None:
-            return _part_in_form(self, shape, form)
-        if self.whole and len(shape) == 2:
-            return TensorPart(self.dim - 1, self.ranges[:1])
-        return replace(self, dim=3 - self.dim) if self.is_turned(shape) else self
+        part = replace(self, dim=3 - self.dim) if self.is_turned(shape) else self
+        return part if form is None else _part_in_form(part, shape, form)
+
+    def of_one(self, shape: Sequence[int]) -> TensorPart:
+        """Returns the part of a matrix [N, C] that is an expert's; this one for a tensor of another kind."""
+        return TensorPart(self.dim - 1, self.ranges[:1]) if self.whole and len(shape) == 2 else self
 
     def is_turned(self, shape: Sequence[int]) -> bool:
         """Reports whether a stored tensor of this shape has experts the other way round."""
@@ -105,9 +107,9 @@ _UNITS: Mapping[Step, tuple[bool, tuple[tuple[int, int], tuple[int, int]]]] = {
 
 
 def _part_in_form(part: TensorPart, shape: Sequence[int], form: TensorForm) -> TensorPart | None:
-    if form.step in ("for_each_row", "fp8", "fp8_scales"):  # whole rows are read
+    if form.step == "for_each_row":
         return None if part.dim == 1 or math.prod(shape) == 1 else part
-    if form.step == "none":
+    if form.step in ("none", *_TO_FP8):
         return part
     if form.step == "middle":
         return None
@@ -153,10 +155,13 @@ class StoredTensor:
         if self.part is not None:
             raise ValueError(f"{self.name} is a part of {self.source} already, and cannot be cut again")
         form = self.form
+        part = part.of_one(self.shape if form is None else form.shape)
+        if form is not None and form.step in _TO_FP8 and (part.whole or part.dim == 1):
+            form = replace(form, shape=part.shape_of(form.shape), kept=(part.dim, part.ranges))
+            return replace(self, form=form)
+        read, is_turned = part.of_stored(self.shape, form), part.is_turned(self.shape)
         if form is not None:
-            columns = part.ranges[0] if part.dim == 1 and form.step == "fp8" else None
-            form = replace(form, shape=part.shape_of(form.shape), columns=columns)
-        read, is_turned = part.of_stored(self.shape, self.form), part.is_turned(self.shape)
+            form = replace(form, shape=part.shape_of(part.whole or form.shape))
         shape = self.shape if read is None else read.shape_of(self.shape)
         return replace(self, shape=shape, part=read, form=form, is_turned=is_turned)
 

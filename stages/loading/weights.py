@@ -79,7 +79,7 @@ def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
 def check_parts(stored: Iterable[tuple[str, str]], known: Mapping[str, Tensor]) -> None:
     """Checks that of tensors stored in parts all are there, before memory is taken for them.
 
-    stored: names of tensors in the files, and in the model. known: the model's tensors.
+    stored: names of tensors in memory, and in the model. known: the model's tensors.
     Raises ValueError for those of which some are missing.
     """
     found = ((name, joint_part(each)) for each, name in stored)
@@ -246,7 +246,7 @@ def _fill(
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0
-    check_parts(((each.name, name) for each, name in places.items()), known)
+    check_parts(((each.name_in_memory, name) for each, name in places.items()), known)
     _check_rows(places, known)
     _check_complete(model, places.values())
     merged = MergedMemory(known)
@@ -257,7 +257,7 @@ def _fill(
             # Of a rank's part, nothing is left as it was read: that keeps the mapping of what others have.
             is_own = rows is not placed or not parts
             placed = rows if is_own else placed.clone(memory_format=torch.contiguous_format)
-        _put(model, each.name, places[each], placed)
+        _put(model, each.name_in_memory, places[each], placed)
         num_read += each.num_bytes
         if on_progress is not None:
             on_progress(num_read, num_bytes)
@@ -352,7 +352,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _put(model: nn.Module, stored: str, name: str, tensor: Tensor) -> None:
-    """Puts a tensor in its place, or in its part of one. stored: its name in the files, name: the place's."""
+    """Puts a tensor in its place, or in its part of one. stored: its name in memory, name: the place's."""
     part = joint_part(stored)
     if part is None:
         _assign(model, name, tensor)

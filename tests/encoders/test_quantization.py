@@ -120,10 +120,14 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, found: str
         assert "\n" not in str(refused.value)
 
 
-def test_quantised_experts_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, FP8, text_config={"num_experts": 128})
-    with pytest.raises(UnsupportedModelError, match="'fp8' with experts"):
-        read_quantization(path)
+@pytest.mark.parametrize("count", ["num_experts", "n_routed_experts", "moe_num_experts"])
+def test_experts_of_4_bits_are_refused_and_those_in_fp8_are_read(tmp_path: Path, count: str) -> None:
+    for settings in (AWQ, GPTQ, W4A16):
+        path = written(tmp_path, settings, text_config={count: 128})
+        with pytest.raises(UnsupportedModelError, match=r" with experts, which are supported in FP8 \("):
+            read_quantization(path)
+    found = read_quantization(written(tmp_path, FP8, text_config={count: 128}))
+    assert found == Quantization("fp8", 8, (128, 128))
 
 
 def test_a_file_that_cannot_be_read_is_a_model_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.encoders.tiny_gemma import GEMMA4_SMALL, build_gemma3, build_gemma4
+from tests.encoders.tiny_generic import build_glm4v_moe
 from tests.models.files import name_in_files
 from tests.tiny_models import BUILDERS, build_qwen3_5
 
@@ -148,12 +149,27 @@ WINDOWED_LAYOUTS = {
         "gemma4-small": {"num_hidden_layers": 12, "seed": 1},
     }.items()
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
+# The same of models with experts in FP8: all of a layer in one tensor, one by one beside a shared one, and
+# with a scale for each row.
+EXPERT_LAYOUTS = {
+    "fp8-packed": replace(LAYOUTS["fp8"], sizes=SIZES | _EXPERTS | {"num_key_value_heads": 32}),
+    "fp8-single": replace(
+        LAYOUTS["fp8"],
+        family="qwen3_5",
+        sizes=_RECURRENT
+        | _EXPERTS
+        | {"shared_expert_intermediate_size": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    ),
+    "fp8-dynamic-single": replace(LAYOUTS["fp8-dynamic"], family="glm4v_moe", files="Qwen3-VL", sizes={}),
+}
 _SMALL = GEMMA4_SMALL | {"hidden_size_per_layer_input": 128}
 _BUILDERS: dict[str, Any] = {
     **BUILDERS,
     "qwen3_5": build_qwen3_5,
     "gemma3": build_gemma3,
     "gemma4": build_gemma4,
+    "glm4v_moe": build_glm4v_moe,
     "gemma4-small": lambda folder, **sizes: build_gemma4(folder, **_SMALL | sizes),
 }
 
@@ -174,6 +190,10 @@ def build(name: str, folder: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> P
     theirs: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}
     for tensor_name, tensor in load_file(plain / "model.safetensors").items():
+        if tensor.ndim == 3 and ".experts." in tensor_name:
+            packed, theirs[tensor_name] = packed_experts(name, tensor)
+            ours |= {f"{tensor_name}{end}": each for end, each in packed.items()}
+            continue
         if is_quantized(tensor_name, layout):
             parts, theirs[tensor_name] = quantized_parts(name, tensor)
         else:
@@ -201,6 +221,16 @@ def is_quantized(name: str, layout: Layout) -> bool:
     return is_linear and ".layers." in name and "vision_tower." not in name
 
 
+def packed_experts(name: str, experts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """All experts of a layer in one tensor, [experts, in, out], and one of their scales; and their values."""
+    each = [quantized_parts(name, expert) for expert in experts]
+    values, scales = (
+        torch.stack([parts[part].t() for parts, _ in each]).contiguous()
+        for part in ("weight", "weight_scale_inv")
+    )
+    return {"": values, "_scale_inv": scales}, torch.stack([stands_for for _, stands_for in each])
+
+
 def quantized_parts(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors that are published instead of a weight, by the ends of their names, and its values."""
     if name == "awq":
@@ -209,14 +239,14 @@ def quantized_parts(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tenso
         return gptq_parts(weight, 128)
     if name.startswith("w4a16"):
         return packed_parts(weight, 128, symmetric=name == "w4a16")
-    if name == "fp8":
+    if name in ("fp8", "fp8-packed", "fp8-single"):
         rows, columns = weight.shape
         blocks = weight.view(rows // 128, 128, columns // 128, 128)
         scales = (blocks.abs().amax((1, 3)) / FP8_MAX).bfloat16()
         values = (blocks / scales.float()[:, None, :, None]).view_as(weight)
         parts = {"weight": values, "weight_scale_inv": scales}
     else:
-        largest = weight.abs().amax(1, keepdim=True) if name == "fp8-dynamic" else weight.abs().amax().view(1)
+        largest = weight.abs().amax(1, keepdim=True) if "dynamic" in name else weight.abs().amax().view(1)
         scales = (largest / FP8_MAX).bfloat16()
         parts = {"weight": weight / scales.float(), "weight_scale": scales}
     parts["weight"] = parts["weight"].clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

@@ -28,7 +28,7 @@ from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.worker.bench import answered
 from tests.stages.decoder.text_models import Runner
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
-from tests.tiny_models import BUILDERS, build_qwen3_5, load_reference
+from tests.tiny_models import BUILDERS, EXPERTS, build_qwen3_5, build_qwen3_vl, load_reference
 
 FP8 = replace(CPU_FLOAT32, quantization="fp8")
 OPTIONS = {"device": "cpu", "dtype": "float32", "quantization": "fp8"}
@@ -57,8 +57,14 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 def reference(path: Path) -> Any:
-    """Transformers' model with the linear modules of its text layers replaced, but gates of states."""
+    """Transformers' model with the linear modules of its text layers replaced, but gates of states.
+
+    Experts have their weights rounded, not what they are multiplied by.
+    """
     model = load_reference(path)
+    for name, tensor in model.get_decoder().layers.named_parameters():
+        if ".experts." in name:
+            tensor.data = rounded(tensor.data).float()
     for name, module in list(model.get_decoder().layers.named_modules()):
         if isinstance(module, nn.Linear) and not name.endswith(("in_proj_a", "in_proj_b")):
             model.get_decoder().layers.set_submodule(name, RoundedLinear(module))
@@ -68,7 +74,8 @@ def reference(path: Path) -> Any:
 @pytest.fixture(scope="module")
 def paths(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: checkpoints[name] for name in BUILDERS}
-    return found | {"qwen3_5": build_qwen3_5(tmp_path_factory.mktemp("recurrent"))}
+    found |= {"qwen3_5": build_qwen3_5(tmp_path_factory.mktemp("recurrent"))}
+    return found | {"experts": build_qwen3_vl(tmp_path_factory.mktemp("experts"), **EXPERTS)}
 
 
 # A state carries a value that is rounded the other way, which the last bits of an embedding decide.
@@ -78,6 +85,7 @@ def paths(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         ("qwen2_5_vl", [[], ["video", "image"]]),
         ("qwen3_vl", [[], ["video", "image"]]),
         ("qwen3_5", [[]]),
+        ("experts", [[], ["video", "image"]]),
     ],
 )
 def test_answers_equal_those_of_the_reference(
@@ -160,12 +168,31 @@ def test_all_but_gates_of_states_is_a_quarter_of_float32(paths: dict[str, Path])
     assert abs(loaded.num_bytes - held) <= loaded.model.lm_head.weight.nbytes, "as it is counted"
 
 
-def test_experts_and_what_is_quantised_are_refused_in_one_line(tmp_path: Path) -> None:
-    path = shrunk.build("InternVL3.5-30B-A3B", tmp_path / "experts")
-    with pytest.raises(
-        UnsupportedModelError, match=r"^received the quantization fp8 for .* experts; allowed: "
-    ):
-        load_role(path, "language", FP8)
+@pytest.mark.parametrize("name", ["Qwen3-VL-30B-A3B", "InternVL3.5-30B-A3B"])
+def test_ranks_have_their_channels_of_experts(name: str, tmp_path: Path) -> None:
+    """All of a layer in one tensor, the other way round, or one by one: a scale for each whole row."""
+    path = shrunk.build(name, tmp_path)
+    whole, plain = (_experts(load_role(path, "language", each).model) for each in (FP8, CPU_FLOAT32))
+    cuts = [partial(cut_model, rank=Rank(index, 2)) for index in range(2)]
+    parts = [_experts(load_role(path, "language", FP8, cut=cut).model) for cut in cuts]
+    for each, ours in plain.items():
+        values, scales = whole[each].double(), whole[f"{each}_scales"].double()
+        assert torch.equal(values * scales, rounded(ours)), each
+        for kind in (each, f"{each}_scales"):
+            halves = [part[kind].float() for part in parts]
+            joined = halves[0]
+            if "gate_up" in kind:
+                joined = torch.cat([half.chunk(2, 1)[place] for place in (0, 1) for half in halves], 1)
+            elif kind == each:
+                joined = torch.cat(halves, 2)
+            assert torch.equal(joined, whole[kind].float()), kind
+
+
+def _experts(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each for name, each in model.named_parameters() if ".experts." in name}
+
+
+def test_what_is_quantised_is_refused_in_one_line(tmp_path: Path) -> None:
     path = build("awq", tmp_path).quantized
     with pytest.raises(UnsupportedModelError, match=r"for weights quantised by 'awq'; allowed: [^\n]*$"):
         load_role(path, "language", FP8)

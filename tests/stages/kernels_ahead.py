@@ -50,7 +50,7 @@ from epd.stages.decoder.operations import RmsNorm
 from epd.stages.engine.kv_pool import KVLayout, KVPool
 from epd.stages.kernels.grouped_products import experts_fused
 from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
-from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.kernels.quantized_plain import Fp8Matrices, Fp8Matrix, Int4Matrix
 from epd.stages.kernels.quantized_products import fp8_product, fp8_rows, int4_product
 
 # Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
@@ -67,6 +67,8 @@ BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
 PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384, 384, 3), 1, 384, 1)]
 # Experts, channels, channels within an expert, and experts of a row: Qwen3.6-35B-A3B, Qwen3-VL-30B-A3B.
 EXPERTS = ((256, 2048, 512, 8), (128, 2048, 768, 8))
+# Of experts: those that are not in FP8, blocks whose values share a scale, and rows that do.
+FP8_EXPERTS = (None, (128, 128), (1, None))
 # Heads of keys and of values, channels of each: Qwen3.5-35B-A3B, and one of four ranks of a 27B.
 DELTA_HEADS = ((16, 32, 128, 128), (4, 12, 128, 128))
 _OPTIONS = frozenset({"num_warps", "num_stages"})
@@ -261,18 +263,32 @@ def quantized_launches(dtype: torch.dtype, group: int) -> list[Launch]:
     return recorded(launch)
 
 
-def expert_launches(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_rows: int) -> list[Launch]:
-    """The launches of a mixture of experts. sizes: as in EXPERTS."""
+def expert_launches(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    num_rows: int,
+    block: tuple[int, int | None] | None = None,
+) -> list[Launch]:
+    """The launches of a mixture of experts. sizes: as in EXPERTS. block: as in FP8_EXPERTS."""
 
     def launch() -> None:
         num_experts, size, width, top_k = sizes
         empty = partial(torch.empty, device="cuda", dtype=dtype)
-        matrices = empty(num_experts, 2 * width, size), empty(num_experts, size, width)
+        matrices: Any = empty(num_experts, 2 * width, size), empty(num_experts, size, width)
+        if block is not None:
+            matrices = tuple(_in_fp8(each, block) for each in matrices)
         chosen = torch.empty(num_rows, top_k, dtype=torch.int64, device="cuda")
         for is_gelu in (False, True):
             experts_fused(empty(num_rows, size), matrices, chosen, empty(num_rows, top_k), is_gelu=is_gelu)
 
     return recorded(launch)
+
+
+def _in_fp8(matrices: Tensor, block: tuple[int, int | None]) -> Fp8Matrices:
+    num_experts, num_out, num_in = matrices.shape
+    rows, columns = block[0], block[1] or num_in
+    scales = matrices.new_empty(num_experts, num_out // rows, num_in // columns, dtype=torch.bfloat16)
+    return Fp8Matrices(matrices.to(torch.float8_e4m3fn), scales, rows, columns)
 
 
 def delta_launches(
@@ -408,9 +424,9 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for group, dtype in itertools.product((32, 64, 128), DTYPES):
         for launch in quantized_launches(dtype, group):
             yield f"quantised group {group} {dtype}", launch
-    for sizes, dtype, num_rows in itertools.product(EXPERTS, DTYPES, (1, 32, 8192)):
-        for launch in expert_launches(sizes, dtype, num_rows):
-            yield f"{sizes[0]} experts {dtype}", launch
+    for sizes, dtype, num_rows, block in itertools.product(EXPERTS, DTYPES, (1, 32, 8192), FP8_EXPERTS):
+        for launch in expert_launches(sizes, dtype, num_rows, block):
+            yield f"{sizes[0]} experts {dtype} blocks {block}", launch
     for heads, dtype in itertools.product(DELTA_HEADS, DTYPES):
         for launch in delta_launches(heads, dtype):
             yield f"delta rule {heads} {dtype}", launch
@@ -442,8 +458,8 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
         if arch in ARCHS:
             launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
             launches += quantized_launches(dtype, 32 if dim == 80 else 128)
-            for sizes, num_rows in itertools.product(EXPERTS, (1, 32, 8192)):
-                launches += expert_launches(sizes, dtype, num_rows)
+            for sizes, num_rows, block in itertools.product(EXPERTS, (1, 32, 8192), FP8_EXPERTS):
+                launches += expert_launches(sizes, dtype, num_rows, block)
             launches += [each for of_heads in DELTA_HEADS for each in delta_launches(of_heads, dtype)]
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
@@ -463,6 +479,11 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     experts = [
         {each.variant for each in expert_launches(EXPERTS[0], DTYPES[0], rows)} for rows in (1, 32, 8192)
     ]
+    in_fp8 = {
+        each.variant
+        for rows, block in itertools.product((1, 32, 8192), FP8_EXPERTS[1:])
+        for each in expert_launches(EXPERTS[0], DTYPES[0], rows, block)
+    }
     return {
         "shapes": found,
         "num_warm": len(warm),
@@ -470,7 +491,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
         "num_delta": len(delta),
         "missing_delta": sorted(delta - warm_delta),
         "num_products": len(products),
-        "num_experts": [len(each) for each in (*experts, set.union(*experts))],
+        "num_experts": [len(each) for each in (*experts, set.union(*experts), in_fp8)],
     }
 
 

@@ -16,6 +16,7 @@ from tests.encoders.test_kernels import CASES
 from tests.stages.attention.test_kernels import PASSES
 from tests.stages.decoder.test_delta_rule import CASES as DELTA
 from tests.stages.decoder.test_experts import CASES as EXPERTS
+from tests.stages.decoder.test_experts import FP8_CASES as FP8_EXPERTS
 from tests.stages.decoder.test_fusions import SHAPES
 from tests.stages.decoder.test_quantized_products import CASES as PRODUCTS
 from tests.stages.decoder.test_quantized_products import ROWS
@@ -120,7 +121,7 @@ def without_triton() -> dict[str, str]:
             "answer",
             3 * 3 * 4,
         ),  # of three layers, before the rule, in it and behind, a prompt and three decodes
-        ("experts", len(EXPERTS)),
+        ("experts", len(EXPERTS + FP8_EXPERTS)),
         ("arranged", 2),
         ("turned", "refused"),
         ("products", len(PRODUCTS)),

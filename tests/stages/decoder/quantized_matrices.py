@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.kernels.quantized_plain import Fp8Matrices, Fp8Matrix, Int4Matrix
 from epd.stages.loading.quantized_forms import TensorForm
 from epd.stages.loading.quantized_linear import QuantizedLinear
 
@@ -19,6 +19,13 @@ def fp8_matrix(num_out: int, num_in: int, block: tuple[int, int] | None) -> Fp8M
     rows, columns = block or (1, num_in)
     scales = torch.rand(-(-num_out // rows), -(-num_in // columns)) + 0.5
     return Fp8Matrix(values, scales.bfloat16(), rows, columns)
+
+
+def fp8_matrices(num: int, num_out: int, num_in: int, block: tuple[int, int] | None) -> Fp8Matrices:
+    """The same of several matrices."""
+    each = [fp8_matrix(num_out, num_in, block) for _ in range(num)]
+    values, scales = (torch.stack([getattr(one, name) for one in each]) for name in ("values", "scales"))
+    return Fp8Matrices(values, scales, each[0].rows_of_scale, each[0].columns_of_scale)
 
 
 def to_fp8(model: Any) -> Any:

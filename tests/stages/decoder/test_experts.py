@@ -13,6 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from epd.stages.decoder.experts import Experts, SparseMlp, experts_plain
 from epd.stages.decoder.operations import gelu_mul, silu_mul
+from tests.stages.decoder.quantized_matrices import fp8_matrices, moved
 from tests.stages.decoder.test_fusions import drawn, on_gpu
 
 # Against the twin in float32: kernels add up products in float32 too, and round three times.
@@ -24,6 +25,13 @@ CASES = [
     (21, "all on one", 1, 3, 48, 16),
     (70, "most on two", 2, 4, 80, 36),  # tiles of chunks, of which one expert has several
     (9, "evenly", 4, 4, 32, 16),
+]
+# The same of experts in FP8, and the block whose values share a scale; None for rows.
+FP8_CASES = [
+    (1, "evenly", 2, 8, 200, 128, (128, 128)),
+    (70, "most on two", 2, 4, 256, 256, (128, 128)),
+    (21, "evenly", 3, 8, 96, 24, None),
+    (70, "most on two", 2, 4, 80, 36, None),
 ]
 
 
@@ -48,26 +56,38 @@ def matrices(num_experts: int, size: int, width: int, dtype: torch.dtype) -> tup
 def compare_all(device: str) -> int:
     """Fused against plain, which is computed in float32 on a CPU."""
     torch.manual_seed(0)
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(CASES + FP8_CASES):
         for dtype in TOLERANCE:
             compare(case, dtype, device, is_gelu=number % 2 == 1)
-    return len(CASES)
+    return len(CASES + FP8_CASES)
 
 
 def compare(case: tuple[Any, ...], dtype: torch.dtype, device: str, *, is_gelu: bool) -> None:
-    """Of an expert that nobody chose the matrices are no numbers."""
+    """Of an expert that nobody chose the matrices, or their scales, are no numbers."""
     from epd.stages.kernels.grouped_products import experts_fused
 
-    num_rows, how, top_k, num_experts, size, width = case
+    num_rows, how, top_k, num_experts, size, width, *block = case
     chosen, weights = routed(num_rows, how, top_k, num_experts)
-    gate_up, down = matrices(num_experts, size, width, dtype)
-    rows = drawn(num_rows, 2 * size, dtype=dtype)[:, :size]
-    plain = Experts(gate_up.float(), down.float(), gelu_mul if is_gelu else silu_mul)
+    rows, activate = drawn(num_rows, 2 * size, dtype=dtype)[:, :size], gelu_mul if is_gelu else silu_mul
+    gate_up: Any
+    down: Any
+    if block:
+        gate_up = fp8_matrices(num_experts, 2 * width, size, block[0])
+        down = fp8_matrices(num_experts, size, width, block[0])
+        plain = Experts(gate_up.dequantised(torch.float32), down.dequantised(torch.float32), activate)
+        twin = experts_plain(rows.float(), Experts(gate_up, down, activate), chosen, weights)
+    else:
+        gate_up, down = matrices(num_experts, size, width, dtype)
+        plain = Experts(gate_up.float(), down.float(), activate)
     expected = experts_plain(rows.float(), plain, chosen, weights)
+    if block:
+        torch.testing.assert_close(twin, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     for each in set(range(num_experts)) - set(chosen.flatten().tolist()):
-        gate_up[each], down[each] = torch.nan, torch.nan
-    there = [each.to(device) for each in (gate_up, down, rows, chosen, weights)]
-    found = experts_fused(there[2], (there[0], there[1]), *there[3:], is_gelu=is_gelu)
+        for matrix in (gate_up, down):
+            (matrix.scales if block else matrix)[each] = torch.nan
+    there = [moved(each, device) if block else each.to(device) for each in (gate_up, down)]
+    routing = [each.to(device) for each in (chosen, weights)]
+    found = experts_fused(rows.to(device), (there[0], there[1]), *routing, is_gelu=is_gelu)
     difference = (found.cpu().float() - expected).abs().max()
     assert difference <= TOLERANCE[dtype] * expected.abs().max(), (case, dtype)
 
@@ -106,7 +126,7 @@ def compare_turned(device: str) -> str:
 
 @on_gpu
 def test_the_compiled_kernels_equal_their_twin() -> None:
-    assert compare_all("cuda") == len(CASES)
+    assert compare_all("cuda") == len(CASES + FP8_CASES)
     assert compare_arranged("cuda") > 0
 
 
