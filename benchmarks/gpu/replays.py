@@ -130,7 +130,7 @@ def _engine(
         model,
         adapter,
         GenerationSettings(frozenset()),
-        config=SchedulerConfig(max_num_seqs=max_num_seqs),
+        config=SchedulerConfig(max_num_batched_tokens=setup.sizes.pass_tokens, max_num_seqs=max_num_seqs),
         options=EngineConfig(num_kv_tokens=room, async_scheduling=True, enforce_eager=enforce_eager),
         graphs=None if setup.placement.is_cuda else _Repeats(),
     )

@@ -13,6 +13,7 @@ import torch
 
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.names import WeightSet
+from epd.kv.scheduling import SchedulerConfig
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import Placement
 
@@ -28,6 +29,7 @@ class Sizes:
     decode_batches, decode_contexts: requests at once, and tokens before each next one.
     step_context: of requests that are prefilled before the engine's steps are timed.
     prefill_tokens: of one pass. mixed_tokens: of one with a chunk beside decodes, launched and replayed.
+    pass_tokens: most of a pass in engines whose passes are captured.
     encode_units: temporal patches of `frame_size` in one call of the tower.
     transfer_tokens: moved at once.
     num_frames: of the video until whose first token is timed.
@@ -50,6 +52,7 @@ class Sizes:
     step_context: int
     prefill_tokens: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
+    pass_tokens: int
     encode_units: tuple[int, ...]
     frame_size: tuple[int, int]
     transfer_tokens: tuple[int, ...]
@@ -87,6 +90,7 @@ FULL = Sizes(
     step_context=2048,
     prefill_tokens=(256, 1024, 2048, 4096, 8192),
     mixed_tokens=(64, 256, 500),
+    pass_tokens=SchedulerConfig().max_num_batched_tokens,
     encode_units=(1, 7, 32, 64),
     frame_size=(252, 448),
     transfer_tokens=(256, 2048, 32_768),
@@ -121,6 +125,7 @@ TINY = Sizes(
     step_context=48,
     prefill_tokens=(16, 64),
     mixed_tokens=(20,),
+    pass_tokens=128,  # two sizes are captured; a CPU takes seconds for all six
     encode_units=(1, 2),
     frame_size=(84, 56),
     transfer_tokens=(64,),
