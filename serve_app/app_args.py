@@ -22,12 +22,7 @@ from epd.lora_modules import check_served
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
-from epd.reduction import (
-    DEFAULT_METHOD,
-    LEAST_RETENTION,
-    METHODS,
-    ReductionPolicy,
-)
+from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, METHODS, ReductionPolicy
 from epd.serve_app.clients import check_keys
 from epd.serve_app.worker_args import WorkerArgs
 

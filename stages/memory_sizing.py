@@ -24,8 +24,8 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.prompt.prompt import plan_tokens
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, UnsupportedMediaError
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.prefix_cache import token_identity
-from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams
 from epd.stages.device_memory import total_bytes

@@ -18,7 +18,7 @@ from epd.encoders import load_adapter, num_deepstack
 from epd.encoders.groups import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes, resident_peak_bytes
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.cost import StageTable, fit_table
 from epd.profiles.measuring import Action, core_speed, measurement, table, timed
 from epd.profiles.memory import MemoryNeeds

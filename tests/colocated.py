@@ -35,7 +35,7 @@ from epd.encoders.groups import FrameEncoder, MediaGroup, plan_groups, prompt_id
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, MediaLimitError, UnsupportedMediaError, check_question
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.engine.generation import (

@@ -41,7 +41,7 @@ from epd.errors import (
     UnsupportedMediaError,
     UnsupportedModelError,
 )
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.models.families import FAMILIES, REFUSED
 from epd.pixel_limits import PixelLimits
 from epd.pixel_settings import PixelSettings

@@ -30,14 +30,7 @@ from tests.conversations import dialogue
 from training.clip_questions import ask_which_clip
 from training.clips import HELD_OUT_SEED
 from training.evaluate import LENGTHS, write_into_card
-from training.stories import (
-    SCENE_SCHEMA,
-    TOLD_KINDS,
-    FactCounts,
-    claimed,
-    compare,
-    make_stories,
-)
+from training.stories import SCENE_SCHEMA, TOLD_KINDS, FactCounts, claimed, compare, make_stories
 
 _SOURCE_FPS = 4
 _MARGIN_S = 2.0

@@ -29,7 +29,7 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import load_adapter
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.stages.attention.device import DeviceHeads

@@ -26,7 +26,7 @@ from epd.encoders.families.captured_tower import SIZES, captured
 from epd.encoders.groups import FrameEncoder, prompt_identity
 from epd.encoders.plans import MediaPlan
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
 from epd.serve_app.network.process_transport import ProcessTransport

@@ -20,7 +20,7 @@ from benchmarks.reporting import Row
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings

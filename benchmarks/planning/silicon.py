@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from epd.bench.compare_report import p90_of
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.cost import StageTable
 from epd.profiles.files import load_profile
 from epd.profiles.profile import Profile

@@ -13,7 +13,7 @@ from dataclasses import replace
 from benchmarks.published.figure6 import LAYOUTS, NUM_REQUESTS, RATES, colocated_profile, figure_profile
 from benchmarks.published.paper import Experiment, images, paper_deployment
 from benchmarks.published.tables import FIGURE_5, TABLE_9_TPOT, TABLE_9_TTFT, Row
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.simulate.deployment import Deployment
 from epd.workload.metrics import SLO
 

@@ -22,7 +22,7 @@ from benchmarks.published.paper import (
     paper_profile,
 )
 from benchmarks.published.tables import FIGURE_6, TABLE_9_TTFT, Row
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.published.sharding import one_run_each
 from benchmarks.published.tables import TABLE_1, TABLE_4, TABLE_6, Row
 from epd.encode.sharding import Sharding
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile

@@ -14,7 +14,7 @@ from dataclasses import replace
 from benchmarks.published.paper import assumed_profile
 from benchmarks.published.tables import VLLM_BLOG, Row
 from epd.encode.sharding import Sharding
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.planning.goodput import Demand, goodput
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile

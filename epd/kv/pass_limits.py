@@ -1,4 +1,4 @@
-"""Chooses the limits of a forward pass that nobody has set, by the memory of the device that computes it.
+"""Limits a forward pass. Limits that nobody has set are chosen by the memory of the device that computes it.
 
 A large GPU computes thousands of tokens in the time of a few hundred, and reads its weights once for all
 answers of a pass. The classes are those of vLLM's servers.
@@ -7,12 +7,32 @@ answers of a pass. The classes are those of vLLM's servers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from epd.kv.scheduling import SchedulerConfig
-
+PreemptionMode = Literal["recompute", "offload"]
 _LARGE_BYTES = 70 * 10**9
 # Tokens of a pass, answers at once.
 _ON_CPU, _ON_GPU, _ON_LARGE_GPU = (2048, 64), (2048, 256), (8192, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits one forward pass.
+
+    max_num_batched_tokens: of all requests together.
+    max_num_seqs: answers that grow at once.
+    max_chunk_tokens: of one request's prefill in one pass.
+    preemption: whether a preempted request's tokens are computed again, or kept in host memory.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_chunk_tokens: int = 2048
+    preemption: PreemptionMode = "offload"
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_chunk_tokens) < 1:
+            raise ValueError(f"every limit must be at least 1, got {self}")
 
 
 @dataclass(frozen=True, slots=True)

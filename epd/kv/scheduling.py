@@ -21,11 +21,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.scheduled_request import (
     Chunk,
     KeptPrompts,
@@ -36,28 +35,6 @@ from epd.kv.scheduled_request import (
     SchedulerOutput,
 )
 from epd.types import ceil_div
-
-PreemptionMode = Literal["recompute", "offload"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits one forward pass.
-
-    max_num_batched_tokens: of all requests together.
-    max_num_seqs: answers that grow at once.
-    max_chunk_tokens: of one request's prefill in one pass.
-    preemption: whether a preempted request's tokens are computed again, or kept in host memory.
-    """
-
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-    max_chunk_tokens: int = 2048
-    preemption: PreemptionMode = "offload"
-
-    def __post_init__(self) -> None:
-        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_chunk_tokens) < 1:
-            raise ValueError(f"every limit must be at least 1, got {self}")
 
 
 def _by_order(request: ScheduledRequest) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from epd.encode.sharding import DEFAULT_BATCH_PATCHES, GROUP_TOKENS
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S, ticks_of
 from epd.simulate.deployment import Deployment

@@ -13,7 +13,7 @@ from itertools import product
 
 from epd.encode.sharding import Sharding
 from epd.errors import RequestError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.media import MediaWork
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epd.encode.sharding import DEFAULT_BATCH_PATCHES, Sharding
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryLimits, WorkerMemory
 from epd.profiles.profile import Profile

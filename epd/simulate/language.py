@@ -16,8 +16,9 @@ from epd.errors import InfeasibleError
 from epd.kv.block_pool import BlockPool
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_room import KVCacheSpec
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.scheduled_request import Chunk, ScheduledRequest, SchedulerOutput
-from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.kv.scheduling import Scheduler
 from epd.profiles.profile import Profile
 from epd.simulate.clock import WorkDone, seconds_of, ticks_of
 from epd.simulate.drafting import DraftPlan, SimulatedDrafts

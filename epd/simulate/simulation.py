@@ -23,13 +23,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeTask
 from epd.simulate.language import PassResult
 from epd.simulate.media_flow import MediaFlow
-from epd.simulate.placement import (
-    Elasticity,
-    Offloading,
-    RoleSwitching,
-    SimulatedPlacer,
-    sample_of,
-)
+from epd.simulate.placement import Elasticity, Offloading, RoleSwitching, SimulatedPlacer, sample_of
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.worker import SimulatedWorker

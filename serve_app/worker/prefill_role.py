@@ -10,15 +10,7 @@ from epd.control.routing import InFlight
 from epd.encoders.groups import MediaGroup
 from epd.errors import InfeasibleError, UnavailableError
 from epd.reduction import KeptCells
-from epd.serve_app.messages import (
-    Admitted,
-    Prefill,
-    RequestFailed,
-    SpanDone,
-    WorkerLoad,
-    endpoint,
-    owner_of,
-)
+from epd.serve_app.messages import Admitted, Prefill, RequestFailed, SpanDone, WorkerLoad, endpoint, owner_of
 from epd.serve_app.role_messages import RemainingWork
 from epd.serve_app.service import StageSpan
 from epd.serve_app.worker.media_feed import MediaFeeds, group_end

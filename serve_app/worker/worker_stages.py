@@ -22,8 +22,7 @@ from epd.encoders.groups import FrameEncoder
 from epd.encoders.names import WeightSet
 from epd.engine_config import RECURRENT_FAMILIES, WINDOWED_FAMILIES
 from epd.errors import InfeasibleError, RequestError
-from epd.kv.pass_limits import PassLimits
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits, SchedulerConfig
 from epd.serve_app.worker.worker_settings import Transport, WorkerSettings
 from epd.serve_app.worker_info import MemoryUse
 from epd.stages.decode import DecodeStage

@@ -19,17 +19,11 @@ from epd.errors import RequestError
 from epd.kv.drafting import MOST_DRAFTS, Drafting
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_room import KVCacheSpec
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.scheduled_request import Chunk, ScheduledRequest, SchedulerOutput
-from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.kv.scheduling import Scheduler
 from epd.stages.engine.block_moves import BlockMoves
-from epd.stages.engine.generation import (
-    Admission,
-    Extent,
-    FaultCounts,
-    GenerateRequest,
-    StepResult,
-    run_apart,
-)
+from epd.stages.engine.generation import Admission, Extent, FaultCount, GenerateRequest, StepResult, run_apart
 from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.open_sequences import OpenSequences, SequenceMaker
@@ -82,7 +76,7 @@ class LanguageEngine:
             if runs_ahead and not drafting and runner.followers is None and not self.kv.spec.num_states
             else None
         )
-        self._fault_counts = FaultCounts()
+        self._fault_counts = FaultCount()
 
     # Requests
 

@@ -259,7 +259,7 @@ def logged_fault(request_id: str, cause: Exception) -> RequestFault:
     return RequestFault(request_id, cause)
 
 
-class FaultCounts:
+class FaultCount:
     """Counts the requests that have failed in a row; decides when the worker itself is to end."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.kv.drafting import Drafting
 from epd.kv.kv_room import state_slots, window_blocks
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.lora_modules import LoRAModule
 from epd.machine import memory_limit_bytes
 from epd.sampling_params import SamplingParams

@@ -22,7 +22,7 @@ from benchmarks.planning.silicon import (
     served_error_rows,
     served_rows,
 )
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.analytic import analytic_profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import Job

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd.kv.pass_limits import PassLimits
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits, SchedulerConfig
 
 GB = 10**9
 

@@ -15,9 +15,10 @@ from epd.errors import InfeasibleError
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_room import KVCacheSpec
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.prefix_cache import token_identity
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest, SchedulerOutput
-from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.kv.scheduling import Scheduler
 
 
 def scheduler(num_blocks: int = 64, **limits: Any) -> Scheduler:

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_room import KVCacheSpec
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.prefix_cache import token_identity
 from epd.kv.scheduled_request import ScheduledRequest, SchedulerOutput
-from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.kv.scheduling import Scheduler
 
 VOCABULARY = 3  # few tokens, so that prompts often begin alike
 

@@ -14,7 +14,7 @@ import pytest
 
 from epd import LLM
 from epd.encoders import load_adapter
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.verification import verify
 from tests.stages.conftest import Subject, check

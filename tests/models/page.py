@@ -13,7 +13,7 @@ import torch
 
 from epd.encoders.published import read_config
 from epd.engine_config import DEFAULT_ENGINE
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.setup import kv_shape, states_shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.score.shared_cores import HostCosts, SharedCores
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, Machine, ticks_of

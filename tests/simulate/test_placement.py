@@ -23,7 +23,7 @@ from benchmarks.published.paper import (
     paper_profile,
 )
 from epd.control.elasticity.controller import ControllerConfig, Switch
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.placement import Elasticity

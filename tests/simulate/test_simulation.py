@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.control.routing import InFlight, Router
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from epd.encoders import load_adapter
 from epd.errors import UnsupportedModelError
 from epd.kv.drafting import DraftConfig
-from epd.kv.scheduling import PreemptionMode, SchedulerConfig
+from epd.kv.pass_limits import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.model_runner import ModelRunner, kv_layouts

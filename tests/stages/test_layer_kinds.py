@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder
 from tests.stages.conftest import Subject, check

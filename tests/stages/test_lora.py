@@ -14,7 +14,7 @@ import torch
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.errors import EPDError, ModelError, RequestError, UnsupportedModelError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.lora_modules import LoRAModule, lora_modules
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine

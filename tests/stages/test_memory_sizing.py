@@ -17,7 +17,7 @@ from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PatchRun
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker import worker_stages
 from epd.serve_app.worker.worker_settings import WorkerSettings

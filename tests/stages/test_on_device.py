@@ -19,7 +19,7 @@ from epd.encoders.adapter import Embeddings
 from epd.encoders.groups import FrameEncoder, plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import RECURRENT_FAMILIES
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device

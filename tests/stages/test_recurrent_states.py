@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epd.errors import UnsupportedModelError
 from epd.kv.drafting import DraftConfig
-from epd.kv.scheduling import PreemptionMode, SchedulerConfig
+from epd.kv.pass_limits import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.decoder.rank_cut import check_divisible

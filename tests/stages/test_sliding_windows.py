@@ -9,7 +9,7 @@ import torch
 
 from epd.errors import RequestError, UnsupportedModelError
 from epd.kv.block_pool import FREED
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.decoder.rank_cut import check_divisible

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.prefix_cache import token_identity
-from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage

@@ -14,7 +14,7 @@ from epd.control.elasticity.cluster import ClusterTraffic
 from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
 from epd.control.recent import Arrivals
 from epd.errors import UnavailableError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import WorkerLoad

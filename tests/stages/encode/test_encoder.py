@@ -11,13 +11,7 @@ import torch
 from epd.encode.encoder_cache import CachedGroup
 from epd.encoders.groups import FrameEncoder, MediaGroup, plan_groups
 from epd.encoders.plans import PromptPlan
-from epd.encoders.reduction import (
-    ItemReduction,
-    begins_reading,
-    is_cut_at_encoder,
-    kept_spec,
-    reduce_prompt,
-)
+from epd.encoders.reduction import ItemReduction, begins_reading, is_cut_at_encoder, kept_spec, reduce_prompt
 from epd.reduction import ReductionPolicy
 from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings

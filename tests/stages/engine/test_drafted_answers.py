@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from epd.kv.drafting import DraftConfig
-from epd.kv.scheduling import PreemptionMode, SchedulerConfig
+from epd.kv.pass_limits import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.types import Int64Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd.errors import InfeasibleError, RequestError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder
 from epd.stages.engine.generation import Extent

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epd.kv.drafting import DraftConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
 from epd.stages.engine import chunk_graphs

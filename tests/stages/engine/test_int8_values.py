@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.kv.scheduling import PreemptionMode, SchedulerConfig
+from epd.kv.pass_limits import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.kernels.scaled_values import scaled, unscaled

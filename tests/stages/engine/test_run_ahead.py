@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epd.kv.block_pool import BlockPool
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import TokenOutput

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 
 from epd.errors import RequestError
 from epd.kv.drafting import DraftConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.model_runner import ModelRunner

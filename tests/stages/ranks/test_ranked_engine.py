@@ -13,7 +13,7 @@ import torch
 
 from epd.encoders import FrameSampling, load_adapter
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.rank_cut import cut_model

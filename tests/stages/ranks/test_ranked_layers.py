@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from epd.kv.drafting import DraftConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.state_pool import state_layout
 from tests.stages.conftest import BUILDERS_HERE, GLM, RECURRENT, WINDOWED, Subject, make

@@ -26,8 +26,8 @@ from epd.engine_config import RECURRENT_FAMILIES
 from epd.errors import RequestError
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_room import KVCacheSpec
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.prefix_cache import TokenIdentity
-from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.serve_app.app_args import AppArgs

@@ -13,7 +13,7 @@ import pytest
 from epd.encoders import FrameSampling
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams

@@ -21,9 +21,10 @@ from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_room import KVCacheSpec
+from epd.kv.pass_limits import SchedulerConfig
 from epd.kv.prefix_cache import token_identity
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest, SchedulerOutput
-from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.kv.scheduling import Scheduler
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
 from epd.stages.engine.generation import GenerationSettings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
 from epd.stages.engine.generation import GenerationSettings
