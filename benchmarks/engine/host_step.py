@@ -147,7 +147,7 @@ def _timing(parts: _Parts) -> Iterator[None]:
     """Times the parts of a step while it is entered."""
     places: list[tuple[Any, str, str]] = [
         (RunAhead, "_tried", "schedule"),
-        (ModelRunner, "run_decodes", "inputs"),
+        (ModelRunner, "run_ahead", "inputs"),
         (SamplerAhead, "sample", "sample"),
         (TokensAhead, "read", "read"),
         (LanguageEngine, "_go_on", "book"),
