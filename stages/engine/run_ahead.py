@@ -42,7 +42,15 @@ from epd.kv.scheduling import Scheduler
 from epd.stages.engine.generation import Extent
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.open_sequences import OpenSequences
-from epd.stages.engine.packed_pass import PackedPass, Segment, go_on, pass_of_rows, rows_begun, visual_of
+from epd.stages.engine.packed_pass import (
+    PackedPass,
+    Segment,
+    go_on,
+    joined_pass,
+    pass_of_rows,
+    rows_begun,
+    visual_of,
+)
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence
 from epd.stages.sampling.sampler import SampledToken, SamplerAhead, TokensAhead
 from epd.types import Int64Array
@@ -58,6 +66,7 @@ class _Batch:
     chunks: of prompts. ends: those that end one, by its sequence.
     running, others: of the scheduler, when it was asked about all: all, and those that did not decode.
     num_left: passes until the first of the sequences has all its tokens; none where a prompt is beside them.
+    packed: of the decodes alone, in memory of its own; None where some of them have left.
     """
 
     sequences: list[TokenSequence]
@@ -66,7 +75,7 @@ class _Batch:
     running: list[ScheduledRequest]
     others: list[ScheduledRequest]
     num_left: int
-    packed: PackedPass
+    packed: PackedPass | None
     sampler: SamplerAhead
 
 
@@ -91,6 +100,13 @@ class _Flight:
             if each.request.extent is not Extent.ANSWER:
                 rows.pop(each, None)
         return rows
+
+    @property
+    def decoded(self) -> dict[TokenSequence, int]:
+        """Maps those that decoded, and may go on, to their rows."""
+        packed = self.batch.packed
+        num_rows = 0 if packed is None else len(packed.token_ids)
+        return {each: row for each, row in self.unread.items() if row < num_rows}
 
     def live(self, sequences: Mapping[str, TokenSequence]) -> list[tuple[int, TokenSequence]]:
         """Lists rows whose tokens are of use, with their sequences. sequences: that are not over."""
@@ -177,7 +193,7 @@ class RunAhead:
         if len(live) < len(batch.sequences):
             chosen = [each for _, each in live]
             sampler = SamplerAhead([each.sampling for each in chosen], [0] * len(chosen))
-            batch = replace(batch, sequences=chosen, sampler=sampler, num_left=0)
+            batch = replace(batch, sequences=chosen, sampler=sampler, num_left=0, packed=None)
             logits = rows_of(logits, [row for row, _ in live])
         return _Flight(batch, logits, batch.sampler.sample(logits))
 
@@ -186,7 +202,10 @@ class RunAhead:
         if before is None or before.tokens is None or before.wrong or not self._lasts(before.batch):
             return self._anew(sequences, before)
         batch = before.batch
-        return self._launched(batch, before.tokens.ids) if self._goes_on(batch) else None
+        if batch.packed is None or not self._has_room_for_all(batch.sequences, batch.packed):
+            return None
+        batch.packed = self._gone_on(batch.sequences, batch.packed)
+        return self._launched(batch, batch.packed, before.tokens.ids)
 
     def _lasts(self, batch: _Batch) -> bool:
         """Returns whether the same decodes go on, and nothing else."""
@@ -201,13 +220,37 @@ class RunAhead:
         chunks = self._chunks(sequences, len(decodes), before) if decodes else None
         if chunks is None:
             return None
-        segments = [self._decode_segment(each, each in unread) for each in decodes]
-        segments += [self._chunk_segment(sequences, chunk) for chunk in chunks]
-        packed = self._runner.packed(segments)
-        packed = packed if chunks else pass_of_rows(packed, range(len(decodes)))
-        batch = self._batch(sequences, decodes, chunks, unread, packed)
-        rows = np.array([unread.get(each, -1) for each in decodes])
-        return self._launched(batch, _token_ids(batch.packed, rows, before), visual_of(segments))
+        rows = {} if before is None else before.decoded
+        kept = [each for each in decodes if each in rows]
+        decodes = [*kept, *(each for each in decodes if each not in rows)]
+        segments = [self._chunk_segment(sequences, chunk) for chunk in chunks]
+        own = self._decode_pass(decodes, unread, before, [rows[each] for each in kept])
+        if not segments:
+            packed = own
+        elif all(each.is_whole and each.both_ways is None for each in segments):
+            packed = joined_pass(own, self._runner.packed(segments))
+        else:
+            decoded = [self._decode_segment(each, each in unread) for each in decodes]
+            packed = self._runner.packed([*decoded, *segments])
+        batch = self._batch(sequences, decodes, chunks, unread, own)
+        chosen = np.array([unread.get(each, -1) for each in decodes])
+        return self._launched(batch, packed, _token_ids(packed, chosen, before), visual_of(segments))
+
+    def _decode_pass(
+        self,
+        decodes: Sequence[TokenSequence],
+        unread: Collection[TokenSequence],
+        before: _Flight | None,
+        rows: Sequence[int],
+    ) -> PackedPass:
+        """Packs decodes, the first of which have these rows in the pass before."""
+        joining = [self._decode_segment(each, each in unread) for each in decodes[len(rows) :]]
+        packed = self._runner.packed(joining) if joining else None
+        if before is None or before.batch.packed is None or not rows:
+            assert packed is not None
+            return pass_of_rows(packed, range(len(joining)))
+        kept = self._gone_on(decodes[: len(rows)], pass_of_rows(before.batch.packed, rows))
+        return kept if packed is None else joined_pass(kept, packed)
 
     def _decodes(self, sequences: OpenSequences, unread: Mapping[TokenSequence, int]) -> list[TokenSequence]:
         """Lists those that decode in the next pass; none where one of them finds no room."""
@@ -254,28 +297,31 @@ class RunAhead:
         left = [_num_left(each) - (each in unread) for each in decodes] if not chunks else [0]
         return _Batch(rows, chunks, ends, running, others, min(left), packed, sampler)
 
-    def _goes_on(self, batch: _Batch) -> bool:
-        """Moves the arrays of a batch on by a token; False, and none is changed, if it finds no room."""
-        begun, packed = rows_begun(batch.packed), batch.packed
-        for row in {row for rows in begun for row in rows}:
-            if not self._has_room(batch.sequences[row], int(packed.batches[0].context_lens[row]) + 1):
-                return False
+    def _has_room_for_all(self, sequences: Sequence[TokenSequence], packed: PackedPass) -> bool:
+        """Makes room for the next tokens of a pass; False if that lacks for one."""
+        begun = {row for rows in rows_begun(packed) for row in rows}
+        lens = packed.batches[0].context_lens
+        return all(self._has_room(sequences[row], int(lens[row]) + 1) for row in begun)
+
+    def _gone_on(self, sequences: Sequence[TokenSequence], packed: PackedPass) -> PackedPass:
+        """Moves a pass of decodes on by a token, for which there is room."""
 
         def block_at(group: int, row: int, index: int) -> int:
-            return self._kv.block_table(batch.sequences[row].request_id, group)[index]
+            return self._kv.block_table(sequences[row].request_id, group)[index]
 
-        batch.packed = go_on(packed, begun, block_at)
-        return True
+        return go_on(packed, rows_begun(packed), block_at)
 
     def _has_room(self, sequence: TokenSequence, num_tokens: int) -> bool:
         return self._scheduler.make_room_ahead(sequence.scheduled, num_tokens)
 
-    def _launched(self, batch: _Batch, token_ids: Tensor | None, visual: Embeddings | None = None) -> _Flight:
+    def _launched(
+        self, batch: _Batch, packed: PackedPass, token_ids: Tensor | None, visual: Embeddings | None = None
+    ) -> _Flight:
         """Launches a pass. token_ids: int64 [T], on the device, if some of them are not read yet."""
         batch.num_left -= 1
-        logits = self._runner.run_ahead(batch.packed, visual, token_ids)
+        logits = self._runner.run_ahead(packed, visual, token_ids)
         if token_ids is not None and batch.chunks:
-            token_ids = rows_of(token_ids, batch.packed.logit_rows.tolist())
+            token_ids = rows_of(token_ids, packed.logit_rows.tolist())
         may_choose = token_ids is None or batch.sampler.is_foreseeable
         tokens = batch.sampler.sample(logits, token_ids) if may_choose else None
         self._begun += [each for each in batch.chunks if each not in batch.ends.values()]

@@ -654,6 +654,9 @@ def test_nothing_is_admitted_while_the_queue_has_no_room_but_for_somebody_more_i
     assert not queue.may_admit()
     add(queue, request("b", 5))
     assert not queue.may_admit()
+    queue.config = replace(queue.config, max_num_seqs=2)
+    assert queue.may_admit()
+    queue.config = replace(queue.config, max_num_seqs=1)
     add(queue, request("c", 5, priority=-1))
     assert queue.may_admit()
 

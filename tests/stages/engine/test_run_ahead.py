@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from epd.encoders.device import HostCopy
 from epd.kv.block_pool import BlockPool
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings, TokenOutput
 from epd.stages.engine.model_runner import ModelRunner
-from epd.stages.engine.packed_pass import PackedPass
+from epd.stages.engine.packed_pass import GroupKind, PackedPass, Segment, joined_pass, packed_pass
 from epd.stages.engine.run_ahead import RunAhead
 from epd.stages.engine.sequence import TokenSequence
 from epd.stages.sampling import sampler
@@ -90,7 +91,9 @@ def test_the_next_pass_is_what_would_be_packed_anew(
     launched, widths, num_beside = RunAhead._launched, set[int](), 0
     wrong: list[AssertionError] = []  # a pass that raises is computed in step
 
-    def checked(ahead: RunAhead, batch: Any, unread: torch.Tensor | None, visual: Any = None) -> Any:
+    def checked(
+        ahead: RunAhead, batch: Any, packed: PackedPass, unread: torch.Tensor | None, visual: Any = None
+    ) -> Any:
         nonlocal num_beside
         pairs = zip(batch.sequences, batch.sampler._nums_unread, strict=True)
         segments = [
@@ -102,13 +105,13 @@ def test_the_next_pass_is_what_would_be_packed_anew(
             sequence = engine._sequences.of_chunk(chunk)
             segments.append(sequence.segment(chunk.start, chunk.stop, int(sequence in batch.ends), ahead._kv))
         try:
-            _check_equal(batch.packed, ahead._runner.packed(segments))
+            _check_equal(packed, ahead._runner.packed(segments))
         except AssertionError as error:
             wrong.append(error)
         if unread is not None:
             widths.add(len(segments))
             num_beside += bool(batch.chunks)
-        return launched(ahead, batch, unread, visual)
+        return launched(ahead, batch, packed, unread, visual)
 
     monkeypatch.setattr(RunAhead, "_launched", checked)
     take = BlockPool.take  # blocks that do not follow each other
@@ -140,7 +143,9 @@ def _check_equal(packed: PackedPass, anew: PackedPass) -> None:
     """Compares passes but for their tokens; of tables what is read, the blocks of tokens that are known."""
     assert np.array_equal(packed.positions, anew.positions)
     assert np.array_equal(packed.logit_rows, anew.logit_rows)
+    assert np.array_equal(packed.visual_rows, anew.visual_rows)
     assert (packed.states, packed.segments, packed.adapters) == (anew.states, anew.segments, anew.adapters)
+    assert (packed.num_deepstack, packed.num_prompt) == (anew.num_deepstack, anew.num_prompt)
     for found, expected in zip(packed.batches, anew.batches, strict=True):
         assert np.array_equal(found.query_starts, expected.query_starts)
         assert np.array_equal(found.context_lens, expected.context_lens)
@@ -151,6 +156,33 @@ def _check_equal(packed: PackedPass, anew: PackedPass) -> None:
         for row, length in enumerate(found.context_lens.tolist()):
             stop = ceil_div(length, found.block_size)
             assert np.array_equal(found.block_tables[row, :stop], expected.block_tables[row, :stop])
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("adapters", [("", "", "", ""), ("", "a", "", ""), ("", "", "b", "a")])
+def test_passes_that_are_joined_are_what_would_be_packed_at_once(
+    first: int, adapters: tuple[str, ...]
+) -> None:
+    """Of decodes and chunks, with tables of other lengths, in two layer groups."""
+    segments = [
+        Segment(
+            np.arange(num_new),
+            np.tile(num_cached + np.arange(num_new), (3, 1)),
+            [num_cached, num_cached // 2],
+            [np.arange(num_blocks, dtype=np.int32), np.arange(num_blocks, dtype=np.int32) + 40],
+            num_logits=num_logits,
+            lora=lora,
+            num_prompt=num_new - num_logits,
+        )
+        for lora, (num_new, num_cached, num_blocks, num_logits) in zip(
+            adapters, [(1, 6, 2, 1), (1, 30, 8, 1), (9, 4, 4, 0), (5, 0, 3, 1)], strict=True
+        )
+    ]
+    kinds = [GroupKind(), GroupKind(window=7)]
+    parts = packed_pass(segments[:first], kinds, 4), packed_pass(segments[first:], kinds, 4)
+    joined, anew = joined_pass(*parts), packed_pass(segments, kinds, 4)
+    _check_equal(joined, anew)
+    assert np.array_equal(joined.token_ids, anew.token_ids)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
@@ -384,6 +416,41 @@ def test_a_guess_that_was_wrong_is_computed_again(
     tokens = Drive(ahead(a_family), seed=1).run(prompts)
     assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
     assert events.count("launch") > 1, "what came after a wrong guess was meant to be launched again"
+
+
+def test_a_guess_that_was_wrong_stops_nobody_else(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """Every token of the first row is wrong at first; the others are never launched anew."""
+    drawn, sampling = sampler._Choice._drawn, SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True)
+    plain = Drive(a_family.engine(), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling, seed=5)
+    bounded: list[Any] = []  # which keeps them, so that no later one has the id of an earlier one
+
+    def wrong_at_first(choice: Any, *, is_bounded: bool) -> Any:
+        is_first = not any(each is choice for each in bounded)
+        ids, copy = drawn(choice, is_bounded=is_bounded)
+        if is_first and choice._groups:
+            bounded.append(choice)
+            ids = ids.clone()
+            ids[0] = (ids[0] + 1) % 7
+            copy = HostCopy([ids, torch.tensor([False])])
+        return ids, copy
+
+    engine = ahead(a_family)
+    drive, prompt = Drive(engine, seed=0), a_family.prompts[0]
+    engine.add(prompt.request("r", sampling=sampling, seed=5))
+    for name in ("second", "third"):
+        engine.add(prompt.request(name, sampling=SamplingParams(max_tokens=30, ignore_eos=True)))
+    while not all(drive.tokens(name) for name in ("r", "second", "third")):
+        drive.step()
+    monkeypatch.setattr(sampler._Choice, "_drawn", wrong_at_first)
+    while engine.has_work():
+        drive.step()
+    assert len(bounded) > 5
+    assert drive.tokens("r") == plain["r"]
+    assert drive.tokens("second") == drive.tokens("third")
+    assert drive.tokens("third")[:MAX_TOKENS] == prompt.expected
+    assert events.count("launch") == 1
 
 
 def test_a_request_that_arrives_is_not_held_up(a_family: Subject, events: list[str]) -> None:
