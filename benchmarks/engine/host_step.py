@@ -202,6 +202,8 @@ def _row(count: int, sampling: str, steps: Sequence[dict[str, float]]) -> Row:
 def rows_beside(checkout: Path, arguments: Sequence[str], num_rounds: int) -> list[Row]:
     """Microseconds of steps at another checkout, and here; ratio: median of those of rounds."""
     places = (checkout, Path.cwd())
+    describe = ["git", "-C", str(checkout), "log", "-1", "--format=%h %as"]
+    commit = subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
     rounds = [[_rows_at(place, arguments) for place in places] for _ in range(num_rounds)]
     found: list[Row] = []
     for index, row in enumerate(rounds[0][0]):
@@ -212,6 +214,7 @@ def rows_beside(checkout: Path, arguments: Sequence[str], num_rounds: int) -> li
             {
                 "requests": row["requests"],
                 "sampling": row["sampling"],
+                "before": commit,
                 "before_us": before_us,
                 "now_us": now_us,
                 "now_us_per_request": round(now_us / row["requests"], 1),
