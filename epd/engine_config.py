@@ -114,7 +114,7 @@ class EngineConfig(PixelSettings):
     )
     async_scheduling: bool | None = Field(
         default=None,
-        description="Launch a pass of decodes before the tokens of the one before are read, where none is "
+        description="Launch a pass before the tokens of the one before are read, where none is "
         "drafted; by default on GPUs.",
     )
     enforce_eager: bool = Field(

@@ -1,23 +1,30 @@
 """What a decode step costs the host of a GPU: thread CPU time, by part, with the device's work left out.
 
-    python -m benchmarks.engine.host_step [--counts N ...] [--sampling NAME ...] [--steps N] [--no-save]
+    python -m benchmarks.engine.host_step [--counts N ...] [--sampling NAME ...] [--steps N]
+        [--beside CHECKOUT [--rounds N]] [--no-save]
 
 Passes are replayed by a stand-in for CUDA graphs, which does nothing, and the tokens that they choose are
 constants: launches of the sampler's kernels do not count.
 All else runs as on an H100: a step launches a pass, reads the tokens of the one before, and books them.
 schedule: who goes on, and blocks. inputs: arrays of the pass, and their copy. sample: inputs of the sampler.
 read: tokens from the device. book: tokens into sequences, cache and text. rest: of the step.
-Each count starts anew, and figures are medians over steps. Results go to
-benchmarks/results/host_step.{json,md}.
+Each count starts anew, and figures are medians over steps.
+--beside: measures another checkout too, in turns with this one, each time in a process of its own; figures
+are medians over rounds. Results go to benchmarks/results/host_step.{json,md}.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import thread_time_ns
 from typing import Any
 from unittest.mock import patch
@@ -147,7 +154,7 @@ def _timing(parts: _Parts) -> Iterator[None]:
     """Times the parts of a step while it is entered."""
     places: list[tuple[Any, str, str]] = [
         (RunAhead, "_tried", "schedule"),
-        (ModelRunner, "run_decodes", "inputs"),
+        (ModelRunner, "run_ahead", "inputs"),
         (SamplerAhead, "sample", "sample"),
         (TokensAhead, "read", "read"),
         (LanguageEngine, "_go_on", "book"),
@@ -192,11 +199,47 @@ def _row(count: int, sampling: str, steps: Sequence[dict[str, float]]) -> Row:
     }
 
 
+def rows_beside(checkout: Path, arguments: Sequence[str], num_rounds: int) -> list[Row]:
+    """Microseconds of steps at another checkout, and here; ratio: median of those of rounds."""
+    places = (checkout, Path.cwd())
+    describe = ["git", "-C", str(checkout), "log", "-1", "--format=%h %as"]
+    commit = subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
+    rounds = [[_rows_at(place, arguments) for place in places] for _ in range(num_rounds)]
+    found: list[Row] = []
+    for index, row in enumerate(rounds[0][0]):
+        pairs = [[rows[index]["step_us"] for rows in each] for each in rounds]
+        before_us, now_us = (round(statistics.median(times)) for times in zip(*pairs, strict=True))
+        ratio = statistics.median(now / before for before, now in pairs)
+        found.append(
+            {
+                "requests": row["requests"],
+                "sampling": row["sampling"],
+                "before": commit,
+                "before_us": before_us,
+                "now_us": now_us,
+                "now_us_per_request": round(now_us / row["requests"], 1),
+                "ratio": round(ratio, 3),
+                "ratios": ", ".join(f"{now / before:.2f}" for before, now in pairs),
+            }
+        )
+    return found
+
+
+def _rows_at(place: Path, arguments: Sequence[str]) -> list[Row]:
+    command = [sys.executable, "-m", "benchmarks.engine.host_step", "--no-save", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(place)}
+    ran = subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True, text=True)
+    rows: list[Row] = json.loads(ran.stdout[ran.stdout.index("{") :])["steps"]
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--sampling", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -204,17 +247,27 @@ def main() -> None:
         "steps": Section(
             "Microseconds of host CPU in a decode step",
             lambda: host_rows(arguments.counts, arguments.sampling, arguments.steps),
-        )
+        ),
+        "beside": Section(
+            "Beside another commit, in turns",
+            lambda: rows_beside(arguments.beside, _same(arguments), arguments.rounds),
+        ),
     }
     run_sections(
         "host_step",
         "What a decode step costs the host",
         sections,
-        list(sections),
+        ["steps"] if arguments.beside is None else ["beside"],
         lambda: setting(["torch", "numpy"], context=_CONTEXT),
         save=not arguments.no_save,
         module="engine.host_step",
     )
+
+
+def _same(arguments: argparse.Namespace) -> list[str]:
+    """Returns the arguments for another process that measures the same."""
+    counts = [str(count) for count in arguments.counts]
+    return ["--counts", *counts, "--sampling", *arguments.sampling, "--steps", str(arguments.steps)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ age: the more important are admitted and prefilled first, and preempt the less i
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
@@ -137,40 +137,39 @@ class Scheduler:
 
         Its other blocks it has had since its admission.
         """
-        spec = self.kv.spec
-        if not spec.keeps_states:
-            return
-        for request in [each for each in self.running if not each.is_decoding]:
+        prefills = [each for each in self.running if not each.is_decoding]
+        for request in prefills if self.kv.spec.keeps_states else ():
             if request in self.running:
-                more = min(
-                    self.reservations.num_ahead(request),
-                    self.reservations.num_tokens(request) - request.num_held,
-                )
-                self._make_room(request, request.num_held + max(more if spec.num_windows else 1, 1), output)
+                self._make_room(request, self._num_reserved(request), output)
 
-    def decodes_ahead(self, num_unread: int) -> list[ScheduledRequest]:
-        """Lists the decodes that go on behind their last `num_unread` tokens, which nobody knows yet.
+    def _num_reserved(self, request: ScheduledRequest) -> int:
+        """Returns for how many held tokens a prefill needs a state, or room in windows, in its next pass."""
+        num_ahead = self.reservations.num_ahead(request) if self.kv.spec.num_windows else 1
+        more = min(num_ahead, self.reservations.num_tokens(request) - request.num_held)
+        return request.num_held + max(more, 1)
 
-        Without those that their unknown tokens end. Lists none where `schedule` might do more than decode.
+    def decodes_ahead(self, unread: Collection[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Lists the decodes that go on, those of `unread` behind a token that nobody knows yet.
+
+        Without those that this token ends. Lists none where a pass cannot take all.
         """
-        budget, others = self.config.max_num_batched_tokens, self.others()
-        if len(self.running) > budget or self.may_do_more(others):
-            return []
-        idle = set(others)
-        return [
-            each
-            for each in self.running
-            if each not in idle and each.num_tokens + num_unread < each.max_total_tokens
-        ]
+        going_on = [each for each in self.running if each in unread or (each.is_decoding and each.may_sample)]
+        going_on = [each for each in going_on if each.num_tokens + (each in unread) < each.max_total_tokens]
+        return going_on if len(going_on) <= self.config.max_num_batched_tokens else []
 
-    def others(self) -> list[ScheduledRequest]:
-        """Lists the running requests that do not decode at present: they wait, or are prefilled."""
-        return [each for each in self.running if not (each.is_decoding and each.may_sample)]
+    def prefills_ahead(self, num_decodes: int, under_way: Collection[ScheduledRequest]) -> list[Chunk] | None:
+        """Cuts chunks for a pass of so many decodes, but of requests whose chunks are under way.
 
-    def may_do_more(self, others: Sequence[ScheduledRequest]) -> bool:
-        """Returns whether a step might prefill, admit or preempt. others: as `others` lists them."""
-        if any(each.num_computable > 0 for each in others):
-            return True
+        Returns None if others had to be preempted for them.
+        """
+        output = SchedulerOutput()
+        self._schedule_prefills(output, self.config.max_num_batched_tokens - num_decodes, under_way)
+        requests = [chunk.request for chunk in output.chunks] if self.kv.spec.keeps_states else ()
+        has_room = all(self.make_room_ahead(each, self._num_reserved(each)) for each in requests)
+        return output.chunks if has_room else None
+
+    def may_admit(self) -> bool:
+        """Returns whether a step might admit a request, or preempt another for it."""
         if not self.waiting:
             return False
         first = self.waiting[0]
@@ -305,7 +304,9 @@ class Scheduler:
         num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
         return num_seqs <= self.config.max_num_seqs or not self.running
 
-    def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
+    def _schedule_prefills(
+        self, output: SchedulerOutput, budget: int, under_way: Collection[ScheduledRequest] = ()
+    ) -> None:
         """Cuts prefill chunks. A pruned range larger than the rest of the budget waits, or goes first.
 
         A recurrent state that comes back in this step takes the slot of the next one: its request waits.
@@ -316,7 +317,7 @@ class Scheduler:
         for request in self.running:
             if budget <= 0:
                 return
-            waits = request.is_decoding or request.request_id in back
+            waits = request.is_decoding or request.request_id in back or request in under_way
             chunk = None if waits else self._next_chunk(request, budget)
             if chunk and (chunk.num_inputs <= budget or len(output.chunks) == num_decodes):
                 output.chunks.append(chunk)

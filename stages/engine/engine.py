@@ -27,7 +27,7 @@ from epd.stages.engine.generation import Admission, Extent, FaultCount, Generate
 from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.open_sequences import OpenSequences, SequenceMaker
-from epd.stages.engine.run_ahead import RunAhead
+from epd.stages.engine.run_ahead import AheadStep, RunAhead
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence, sample_chunks
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.visual_inputs import PlacedEmbeddings
@@ -54,8 +54,7 @@ class LanguageEngine:
 
         runner: with the pools. Its followers, if it has any, repeat what is done to them.
         drafting: proposes tokens of decodes, to be checked in one pass; None to propose none.
-        runs_ahead: launches decodes before the tokens before them are read, unless they are drafted, or the
-        model has a recurrent state.
+        runs_ahead: launches passes before the tokens before them are read; without drafts and states.
         """
         self.pools = runner.pools
         self.kv = KVCacheManager(_spec(runner, config), enable_prefix_caching=enable_prefix_caching)
@@ -236,12 +235,12 @@ class LanguageEngine:
         when it has left an inconsistent state, and its own error when many requests have failed in a row.
         """
         start_s = self._now_s()
-        result = StepResult()
         self._take_grammars()
         self._take_restored()
+        result = StepResult() if self._run_ahead is None else self.admit_early()
         if self._run_ahead is not None and (ahead := self._run_ahead.step(self._sequences)):
             self._go_on(ahead, result)
-            self._count(len(ahead), result)
+            self._count(ahead.num_tokens, start_s, result)
             return self._checked(result)
         self._draft(result)
         output = self.scheduler.schedule()
@@ -250,10 +249,7 @@ class LanguageEngine:
         if output.chunks:
             only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
             self._compute(output.chunks, result)
-            if self.store is not None:
-                seconds, is_awaited = self._now_s() - start_s, bool(result.outputs)
-                self.store.note_pass(output.num_tokens, seconds, is_awaited=is_awaited)
-            self._count(output.num_tokens, result)
+            self._count(output.num_tokens, start_s, result)
             if self._drafting and only_decodes:
                 num_drafted = sum(chunk.num_drafts for chunk in output.chunks)
                 self._drafting.record_pass(len(output.chunks), num_drafted, self._now_s() - start_s)
@@ -371,10 +367,12 @@ class LanguageEngine:
             self._record(each.chunk.request, result, self._sequences.record, each)
             each.keep_hidden(num_before)
 
-    def _go_on(self, sampled: Sequence[tuple[TokenSequence, SampledToken]], result: StepResult) -> None:
-        """Commits the next tokens of sequences that decode."""
-        for sequence, token in sampled:
+    def _go_on(self, ahead: AheadStep, result: StepResult) -> None:
+        """Commits the next tokens of sequences that decode, and chunks of prompts beside them."""
+        for sequence, token in ahead.decoded:
             self._record(sequence.scheduled, result, self._sequences.go_on, sequence, token)
+        for each in ahead.chunks:
+            self._record(each.chunk.request, result, self._sequences.record, each)
 
     def _record(self, request: ScheduledRequest, result: StepResult, record: Any, *computed: Any) -> None:
         """Records what was computed of a request, unless it has failed before in this step."""
@@ -393,7 +391,9 @@ class LanguageEngine:
             return [sequence]
         return [sequence, *self._maker.siblings(sequence)]
 
-    def _count(self, num_tokens: int, result: StepResult) -> None:
+    def _count(self, num_tokens: int, start_s: float, result: StepResult) -> None:
+        if self.store is not None:
+            self.store.note_pass(num_tokens, self._now_s() - start_s, is_awaited=bool(result.outputs))
         result.num_tokens = num_tokens
         self.counts.num_steps += 1
         self.counts.num_computed_tokens += num_tokens

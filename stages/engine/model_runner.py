@@ -211,12 +211,12 @@ class ModelRunner:
         """
         return self.run_packed(self.packed(segments), visual_of(segments))
 
-    def run_decodes(self, packed: PackedPass, token_ids: Tensor | None) -> Tensor:
-        """Computes one token of each sequence as `run` does.
+    def run_ahead(self, packed: PackedPass, visual: Embeddings | None, token_ids: Tensor | None) -> Tensor:
+        """Computes a pass as `run` does.
 
-        token_ids: int64 [T], on the device, instead of those of the pass, if they are not known yet.
+        token_ids: int64 [T], on the device, instead of those of the pass, if some are not known yet.
         """
-        return self.run_packed(packed, None, token_ids)
+        return self.run_packed(packed, visual, token_ids)
 
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them.
@@ -237,7 +237,7 @@ class ModelRunner:
     def run_packed(
         self, packed: PackedPass, visual: Embeddings | None, token_ids: Tensor | None = None
     ) -> Tensor:
-        """Computes a pass as `run` and `run_decodes` do."""
+        """Computes a pass as `run` and `run_ahead` do."""
         is_whole = not packed.segments
         if self._graphs is not None and is_whole and self._graphs.fits(packed):
             return self._graphs.run(packed, token_ids)

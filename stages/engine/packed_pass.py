@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import is_
+from typing import Any
 
 import numpy as np
 
@@ -166,6 +167,40 @@ def pass_of_rows(packed: PackedPass, rows: Sequence[int]) -> PackedPass:
             for batch in packed.batches
         ),
         adapters=adapters if any(adapters) else (),
+    )
+
+
+def joined_pass(first: PackedPass, second: PackedPass) -> PackedPass:
+    """Returns the pass of the segments of both: whole ones, without recurrent states or `both_ways`."""
+    num_tokens = len(first.token_ids)
+    nums_segments = [len(each.batches[0].context_lens) for each in (first, second)]
+    adapters, num_prompt = (first.adapters, second.adapters), (first.num_prompt, second.num_prompt)
+    return PackedPass(
+        _joined([first.token_ids, second.token_ids]),
+        _joined([first.positions, second.positions]),
+        _joined([first.logit_rows, second.logit_rows + num_tokens]),
+        _joined([first.visual_rows, second.visual_rows + num_tokens]),
+        max(first.num_deepstack, second.num_deepstack),
+        tuple(map(_joined_batch, first.batches, second.batches)),
+        adapters=_of_all(adapters, nums_segments, "") if any(adapters) else (),
+        num_prompt=_of_all(num_prompt, nums_segments, 0) if any(num_prompt) else (),
+    )
+
+
+def _of_all(parts: Sequence[tuple[Any, ...]], counts: Sequence[int], none: Any) -> tuple[Any, ...]:
+    """Joins what passes of `counts` segments have for each; `none` for those of one without any."""
+    return tuple(chain(*(part or (none,) * count for part, count in zip(parts, counts, strict=True))))
+
+
+def _joined_batch(first: AttentionBatch, second: AttentionBatch) -> AttentionBatch:
+    tables = first.block_tables, second.block_tables
+    width = max(each.shape[1] for each in tables)
+    return replace(
+        first,
+        query_starts=np.concatenate([first.query_starts, second.query_starts[1:] + first.query_starts[-1]]),
+        context_lens=np.concatenate([first.context_lens, second.context_lens]),
+        block_tables=np.concatenate([_padded(each, width) for each in tables]),
+        slot_mapping=_joined([first.slot_mapping, second.slot_mapping]),
     )
 
 

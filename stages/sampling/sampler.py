@@ -81,10 +81,10 @@ class TokensAhead:
         self._choices = choices
         self.ids = choices[0].ids if len(choices) == 1 else torch.cat([each.ids for each in choices])
 
-    def read(self) -> tuple[list[SampledToken], bool]:
-        """Waits for the tokens. Returns them, and whether `ids` were right, which they nearly always are."""
+    def read(self) -> tuple[list[SampledToken], list[bool]]:
+        """Waits for the tokens. Returns them, and which of `ids` were right, as they nearly always are."""
         parts = [choice.read() for choice in self._choices]
-        return [token for tokens, _ in parts for token in tokens], all(is_exact for _, is_exact in parts)
+        return [each for tokens, _ in parts for each in tokens], [each for _, are in parts for each in are]
 
 
 class SamplerAhead:
@@ -94,43 +94,51 @@ class SamplerAhead:
     Where no state changes its scores, all but the numbers to draw with stays from pass to pass.
     """
 
-    def __init__(self, states: Sequence[SamplingState], num_unread: int) -> None:
-        """num_unread: tokens that each state lacks at first, since they have not been read yet: 0 or 1."""
-        self._states, self._num_unread = states, num_unread
+    def __init__(self, states: Sequence[SamplingState], nums_unread: Sequence[int]) -> None:
+        """nums_unread: tokens that a state lacks at first, since they have not been read yet: 0 or 1."""
+        self._states, self._nums_unread = states, nums_unread
         self._is_changed = any(state.is_changed for state in states)
         self.is_foreseeable = all(state.is_foreseeable for state in states)
         self._kept: dict[int, list[_Draws]] = {}  # by the first row of those that are chosen at once
 
     def sample(self, logits: Tensor, before: Tensor | None = None) -> TokensAhead:
-        """Samples from logits [R, V]. before: int64 [R], on the device, the tokens that are not read yet."""
+        """Samples from logits [R, V]. before: int64 [R], on the device, where some are not read yet."""
         step = _rows_at_once(logits)
-        starts = range(0, len(logits), step)
-        return TokensAhead([self._choose(logits, before, slice(start, start + step)) for start in starts])
+        parts = [slice(start, start + step) for start in range(0, len(logits), step)]
+        chosen = TokensAhead([self._choose(logits, before, part) for part in parts])
+        self._nums_unread = [1] * len(self._states)
+        return chosen
 
     def _choose(self, logits: Tensor, before: Tensor | None, part: slice) -> _Choice:
-        states, unread = self._states[part], () if before is None else (UNREAD,)
+        states, nums_unread = self._states[part], self._nums_unread[part]
         if self._is_changed:
-            rows = [SamplingRow(state, unread) for state in states]
+            nums_unread = nums_unread if before is not None else [0] * len(states)
+            pairs = zip(states, nums_unread, strict=True)
+            rows = [SamplingRow(state, (UNREAD,) * num_unread) for state, num_unread in pairs]
             return _choose(logits[part], rows, None if before is None else before[part])
         if part.start not in self._kept:
-            self._kept[part.start] = self._draws(states, logits.device)
+            self._kept[part.start] = [
+                _Draws([states[i] for i in kind], kind, [nums_unread[i] for i in kind], logits.device)
+                for kind in _kinds([state.params for state in states])
+            ]
         return _drawn(logits[part].float(), self._kept[part.start])
-
-    def _draws(self, states: Sequence[SamplingState], device: torch.device) -> list[_Draws]:
-        kinds = _kinds([state.params for state in states])
-        return [_Draws([states[i] for i in kind], kind, self._num_unread, device) for kind in kinds]
 
 
 class _Draws:
     """Holds what stays from pass to pass of rows that are drawn together: see `_Group`."""
 
     def __init__(
-        self, states: Sequence[SamplingState], rows: list[int], num_unread: int, device: torch.device
+        self,
+        states: Sequence[SamplingState],
+        rows: list[int],
+        nums_unread: Sequence[int],
+        device: torch.device,
     ) -> None:
         self._params = [state.params for state in states]
         self._fixed = arrays_to_device([np.array(rows, np.int64), knobs(self._params)], device)
         self._starts = draw_starts([state.seed for state in states])
-        self._indices = np.array([each.num_generated + num_unread for each in states], np.uint64)
+        self._indices = np.array([each.num_generated for each in states], np.uint64)
+        self._indices += np.array(nums_unread, np.uint64)
 
     def numbers(self) -> NDArray[np.float64]:
         """Returns what is looked up in the next pass, float64 [D, 1]."""
@@ -370,12 +378,15 @@ class _Choice:
         report = self._logprobs.report(ids) if self._logprobs is not None else []
         return ids, HostCopy([ids, *report, *are_exact])
 
-    def read(self) -> tuple[list[SampledToken], bool]:
-        """Returns the tokens, on the host, and whether `ids` were right."""
+    def read(self) -> tuple[list[SampledToken], list[bool]]:
+        """Returns the tokens, on the host, and which of `ids` were right."""
         ids, values, is_exact = self._on_host(self._copy)
+        are_right = [True] * len(ids)
         if not is_exact:
+            bounded = ids
             ids, values, _ = self._on_host(self._drawn(is_bounded=False)[1])
-        return _tokens(self._rows, self._asked, ids, values), is_exact
+            are_right = (ids == bounded).tolist()
+        return _tokens(self._rows, self._asked, ids, values), are_right
 
     def _on_host(self, copy: HostCopy) -> tuple[Tensor, list[Tensor], bool]:
         ids, *rest = copy.wait()

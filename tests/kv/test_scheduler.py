@@ -6,6 +6,7 @@ token a pass. Blocks have 4 tokens. A span (name, start, stop): tokens of a requ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -592,32 +593,72 @@ def test_a_decode_goes_on_behind_a_token_that_nobody_knows_but_not_past_its_last
     queue = scheduler()
     long, short = request("a", 5, max_new=9), request("b", 5, max_new=2)
     decoding(queue, long, short)
-    assert names(queue.decodes_ahead(num_unread=0)) == ["a", "b"]
-    assert names(queue.decodes_ahead(num_unread=1)) == ["a"]
+    assert names(queue.decodes_ahead(unread=())) == ["a", "b"]
+    assert names(queue.decodes_ahead(unread=(long,))) == ["a", "b"]
+    assert names(queue.decodes_ahead(unread=(long, short))) == ["a"]
 
 
-def test_decodes_go_on_while_others_wait_for_media_or_grammars_and_stop_for_a_prompt_that_is_there() -> None:
-    queue = scheduler()
-    decoding(queue, request("a", 5, max_new=9))
-    waits, asks = request("b", 8, num_ready=0), request("c", 5, may_sample=False)
+def test_prompts_are_cut_beside_decodes_but_not_those_that_are_under_way_or_wait() -> None:
+    """For media or grammars; what ends under way decodes behind its first token."""
+    queue = scheduler(max_num_batched_tokens=6)
+    answer = request("a", 5, max_new=9)
+    decoding(queue, answer)
+    waits, asks, last = request("b", 8, num_ready=0), request("c", 5, may_sample=False), request("d", 9)
     add(queue, waits, asks)
     step(queue)
-    assert names(queue.decodes_ahead(0)) == ["a"]
-    waits.num_ready = 4
-    assert queue.decodes_ahead(0) == []
+    assert names(queue.decodes_ahead(())) == ["a"]
+    assert queue.prefills_ahead(1, ()) == []
+    waits.num_ready, asks.may_sample = 4, True
+    add(queue, last)
+    queue.admit_early()
+    found = queue.prefills_ahead(1, ())
+    assert found is not None
+    assert [(each.request.request_id, each.start, each.stop) for each in found] == [
+        ("b", 0, 4),
+        ("c", 4, 5),
+    ]
+    found = queue.prefills_ahead(2, (waits, asks))
+    assert found is not None
+    assert [(each.request.request_id, each.start, each.stop) for each in found] == [("d", 0, 4)]
+    assert names(queue.decodes_ahead((answer, asks))) == ["a", "c"]
+
+
+def test_a_pass_ahead_has_no_more_decodes_than_a_pass_takes() -> None:
+    queue = scheduler(max_num_batched_tokens=6)
+    decoding(queue, *(request(name, 1, max_new=9) for name in "abcdef"))
+    assert len(queue.decodes_ahead(())) == 6
+    queue.config = replace(queue.config, max_num_batched_tokens=5)
+    assert queue.decodes_ahead(()) == []
+
+
+def test_room_in_windows_is_made_for_prompts_ahead_unless_others_had_to_be_preempted() -> None:
+    spec = KVCacheSpec((64, 7), 4, 0, (None, 4), 8)
+    queue = Scheduler(SchedulerConfig(max_chunk_tokens=8), KVCacheManager(spec))
+    prompt, other = request("a", 40), request("b", 24)
+    add(queue, prompt)
     step(queue)
-    assert names(queue.decodes_ahead(0)) == ["a"]
-    asks.may_sample = True
-    assert queue.decodes_ahead(0) == []
+    queue.kv.open("b", other.identity, max_cached=0, num_ahead=24)
+    queue.kv.allocate("b", 4 * queue.kv.num_free_blocks(1))
+    num_held = queue.kv.num_held_blocks("a", 1)
+    assert queue.kv.num_free_blocks(1) == 0
+    assert queue.prefills_ahead(0, ()) is None
+    assert (queue.running, queue.kv.num_held_blocks("a", 1)) == ([prompt], num_held)
+    queue.kv.free("b")
+    assert queue.prefills_ahead(0, ()) is not None
+    assert queue.kv.num_held_blocks("a", 1) > num_held
 
 
-def test_decodes_go_on_while_the_queue_has_no_room_but_not_over_somebody_more_important() -> None:
+def test_nothing_is_admitted_while_the_queue_has_no_room_but_for_somebody_more_important() -> None:
     queue = scheduler(max_num_seqs=1)
     decoding(queue, request("a", 5, max_new=9))
+    assert not queue.may_admit()
     add(queue, request("b", 5))
-    assert names(queue.decodes_ahead(0)) == ["a"]
+    assert not queue.may_admit()
+    queue.config = replace(queue.config, max_num_seqs=2)
+    assert queue.may_admit()
+    queue.config = replace(queue.config, max_num_seqs=1)
     add(queue, request("c", 5, priority=-1))
-    assert queue.decodes_ahead(0) == []
+    assert queue.may_admit()
 
 
 def test_room_ahead_preempts_nobody() -> None:

@@ -18,7 +18,7 @@ from epd.encoders import FrameSampling
 from epd.encoders.adapter import Embeddings
 from epd.encoders.groups import FrameEncoder, plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
-from epd.engine_config import RECURRENT_FAMILIES
+from epd.engine_config import RECURRENT_FAMILIES, EngineConfig
 from epd.kv.pass_limits import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -74,6 +74,7 @@ class OnDevice:
         graphs: GraphMaker | None = None,
         *,
         shares_prefixes: bool = False,
+        runs_ahead: bool | None = None,
         **options: Any,
     ) -> LanguageEngine:
         config = SchedulerConfig(**({"max_chunk_tokens": 64} | options))
@@ -84,6 +85,7 @@ class OnDevice:
             self.family.adapter,
             settings,
             pools,
+            options=EngineConfig(async_scheduling=runs_ahead),
             config=config,
             graphs=graphs,
             enable_prefix_caching=shares_prefixes,
@@ -279,7 +281,7 @@ def test_a_pass_with_a_chunk_is_one_replay(
     """Alone, then beside a decode, whatever the layers; features for the first of them are placed before."""
     device, counts = OnDevice(families[name], cuda), list[list[int]]()
     for graphs in (None, Replays(cuda)):
-        engine, found = device.engine(graphs=graphs, max_num_seqs=3), list[int]()
+        engine, found = device.engine(graphs=graphs, runs_ahead=False, max_num_seqs=3), list[int]()
         for _ in range(2):
             engine.add(request := device.request(SamplingParams(max_tokens=12)))
             device.feed(request, [engine])
@@ -295,6 +297,37 @@ def test_a_pass_with_a_chunk_is_one_replay(
     assert len(eager) == len(replayed) > 1
     assert max(replayed) <= most
     assert min(eager) >= 70 * device.model.config.get_text_config().num_hidden_layers
+
+
+@pytest.mark.parametrize(("sampling", "most"), [(SamplingParams(max_tokens=40), 20), (PENALISED, 32)])
+def test_a_prompt_ends_no_running_ahead(
+    families: dict[str, Family], cuda: FakeCuda, sampling: SamplingParams, most: int
+) -> None:
+    """Step for step, two decodes give a token, one pass is replayed, and the host waits for the one before.
+
+    The new request comes in chunks, then decodes with them.
+    """
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    engine = device.engine(graphs=Replays(cuda), max_num_seqs=3, max_chunk_tokens=8)
+    for _ in range(2):
+        engine.add(request := device.request(SamplingParams(max_tokens=60)))
+        device.feed(request, [engine])
+    while not all(each.is_decoding for each in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    engine.step()  # begins to run ahead
+    engine.add(request := device.request(sampling))
+    device.feed(request, [engine])
+    launches, nums_outputs = list[int](), list[int]()
+    for _ in range(len(request.prompt) // 8 + 4):
+        cuda.launches.clear()
+        cuda.waits.clear()
+        nums_outputs.append(len(engine.step().outputs))
+        launches.append(len(cuda.launches))
+        assert cuda.launches.count("replay") == 1
+        assert cuda.waits == [("stages/sampling/sampler.py", "_on_host")]
+    assert nums_outputs == sorted(nums_outputs)
+    assert (nums_outputs[0], nums_outputs[-1]) == (2, 3)
+    assert max(launches) <= most
 
 
 def test_in_fp8_nothing_waits_for_scales(

@@ -247,9 +247,9 @@ def test_a_draw_that_is_looked_at_again_has_its_own_logits(
     captured(subjects("qwen2_5_vl"), Repeats())
     runner = watched.runners[-1]
     packed = runner.packed([_decode(4), _decode(7)])
-    first = runner.run_decodes(packed, None)
+    first = runner.run_ahead(packed, None, None)
     kept = first.clone()
-    again = runner.run_decodes(packed, torch.tensor([5, 9]))
+    again = runner.run_ahead(packed, None, torch.tensor([5, 9]))
     assert torch.equal(first, kept)
     assert not torch.equal(first, again)
 

@@ -117,13 +117,13 @@ def test_passes_that_are_launched_ahead_change_no_token(
 ) -> None:
     caplog.set_level("DEBUG", "epd.stages.engine.run_ahead")
     expected, unread = answers(shapes, sampling), list[bool]()
-    decodes = ModelRunner.run_decodes
+    run = ModelRunner.run_ahead
 
-    def running(runner: ModelRunner, packed: PackedPass, tokens: Tensor | None) -> Tensor:
+    def running(runner: ModelRunner, packed: PackedPass, visual: Any, tokens: Tensor | None) -> Tensor:
         unread.append(tokens is not None)
-        return decodes(runner, packed, tokens)
+        return run(runner, packed, visual, tokens)
 
-    monkeypatch.setattr(ModelRunner, "run_decodes", running)
+    monkeypatch.setattr(ModelRunner, "run_ahead", running)
     assert answers(shapes, sampling, async_scheduling=True) == expected
     assert unread.count(True) > 5
     assert "could not run ahead" not in caplog.text

@@ -161,20 +161,29 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_passes_that_run_ahead_choose_the_tokens_of_those_in_step(
     params: list[SamplingParams], seed: int, num_known: int
 ) -> None:
-    """Pass after pass, with one token that has not been read from the second on; two rows at once."""
+    """Pass after pass, with one token that has not been read from the second on; two rows at once.
+
+    From the fourth on, every second row is one that joins, of which all tokens are known.
+    """
     plain, early = ([state(each, i, (1,) * num_known) for i, each in enumerate(params)] for _ in range(2))
     assume(all(each.is_foreseeable for each in early))
-    ahead, before = SamplerAhead(early, num_unread=0), None
+    ahead, before = SamplerAhead(early, [0] * len(early)), None
     with patch.object(sampler, "_CPU_CHUNK", 2 * VOCAB):
-        for step in range(4):
+        for step in range(6):
             logits = random_logits(seed + step, len(params))
             chosen = sample(logits, [SamplingRow(each) for each in plain])
+            pairs = list(zip(early, [] if before is None else before.tolist(), strict=False))
+            if step == 4:
+                for each, token_id in pairs[::2]:
+                    each.append(token_id)
+                pairs = pairs[1::2]
+                ahead = SamplerAhead(early, [i % 2 for i in range(len(early))])
             unread = ahead.sample(logits, before)
             for each, token in zip(plain, chosen, strict=True):
                 each.append(token.token_id)
-            for each, token_id in zip(early, [] if before is None else before.tolist(), strict=False):
+            for each, token_id in pairs:
                 each.append(token_id)
-            assert unread.read() == (chosen, True)
+            assert unread.read() == (chosen, [True] * len(params))
             before = unread.ids
 
 
