@@ -16,7 +16,8 @@ from epd.errors import ModelError, UnsupportedModelError
 # Rows and columns of a matrix that share a scale, where blocks of FP8 values do.
 FP8_BLOCK = (128, 128)
 _GROUPS = (32, 64, 128)
-_EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts")  # fields that count them
+# Fields of a configuration that count experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SUPPORTED = (
     "FP8 (e4m3) with a scale for each block of 128 x 128, row or matrix, activations not quantised or "
     "dynamically (quant_method fp8; compressed-tensors in the format float-quantized), AWQ of 4 bits with "

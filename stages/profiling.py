@@ -230,7 +230,8 @@ class Profiler:
         if self.placement.is_cuda:
             return 0
         for parameter in self.model.parameters():
-            parameter.reshape(-1)[:: _PAGE_BYTES // parameter.element_size()].sum()  # files are mapped
+            bytes_of = parameter.detach().reshape(-1).view(torch.uint8)
+            bytes_of[::_PAGE_BYTES].sum()  # files are mapped
         _, encode = self._batch(_PEAK_BATCHES[-1])
         resident = resident_peak_bytes(encode)
         return max(0, resident - self._idle_bytes - weight_bytes - peak_bytes(encode))

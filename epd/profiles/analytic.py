@@ -13,7 +13,7 @@ from epd.profiles.parallel import ParallelStack, ShardedModel
 from epd.profiles.profile import Profile
 from epd.profiles.shapes import ModelShape, Transformer, WindowLayers
 
-_BYTES_PER_VALUE, _BYTES_PER_LOGIT, _BYTES_OF_FP8 = 2, 4, 1
+_BYTES_PER_VALUE, _BYTES_PER_LOGIT, _BYTES_OF_FP8 = 2, 4, 1.0
 AS_FAST_IN_FP8 = "products in FP8 are computed as fast as in 16 bits: none has been measured"
 # Context of the device and workspaces of matrix products: an assumption.
 _RUNTIME_BYTES = 10**9
@@ -72,19 +72,18 @@ def analytic_profile(
     efficiency = efficiency or Efficiency()
     on, of = devices.named(device), model_named(model)
     has_scales = kv_cache_dtype == "int8_values"
-    weight_bytes = of.language.num_parameters * _BYTES_PER_VALUE
     if quantization is not None:  # a scale for each row is left out: .1 %
-        weight_bytes -= of.language.num_in_layers * (_BYTES_PER_VALUE - _BYTES_OF_FP8)
+        of = replace(of, layer_bytes=min(of.layer_bytes, _BYTES_OF_FP8))
     return Profile(
         name=f"{of.name}@{device}",
         model=of.name,
         device=device,
         is_analytic=True,
         media=of.media,
-        memory=_memory(on, of, weight_bytes, has_scales=has_scales),
+        memory=_memory(on, of, has_scales=has_scales),
         encode=_encode(on, of, efficiency),
-        prefill=_prefill(on, of, efficiency, weight_bytes),
-        decode=_decode(on, of, efficiency, weight_bytes, has_scales=has_scales),
+        prefill=_prefill(on, of, efficiency),
+        decode=_decode(on, of, efficiency, has_scales=has_scales),
         transfer=_transfer(on, efficiency),
         video={"h264": _per_pixel(1 / efficiency.pixels_per_s, "source pixels", "frames")},
         images=_per_pixel(1 / efficiency.image_pixels_per_s, "pixels", "images"),
@@ -94,7 +93,7 @@ def analytic_profile(
         cores_per_device=on.cores,
         context_tokens=of.context_tokens,
         assumptions=_assumptions(of, efficiency, has_scales=has_scales)
-        + (() if quantization is None else (AS_FAST_IN_FP8,)),
+        + ((AS_FAST_IN_FP8,) if of.layer_bytes == _BYTES_OF_FP8 else ()),
         kv_cache_dtype=kv_cache_dtype,
         quantization=quantization,
         parallel=_parallel(on, of, efficiency),
@@ -113,11 +112,11 @@ def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedMode
     )
 
 
-def _memory(on: Device, of: ModelShape, weight_bytes: int, *, has_scales: bool) -> MemoryNeeds:
+def _memory(on: Device, of: ModelShape, *, has_scales: bool) -> MemoryNeeds:
     return MemoryNeeds(
         device_bytes=on.memory_bytes,
         vision_weight_bytes=(of.vision.num_parameters + of.num_projector_parameters) * _BYTES_PER_VALUE,
-        language_weight_bytes=weight_bytes,
+        language_weight_bytes=of.weight_bytes,
         kv_bytes_per_token=_kv_bytes(of.language, has_scales=has_scales),
         embedding_bytes_per_token=of.language.hidden * of.embeddings_per_token * _BYTES_PER_VALUE,
         encode_bytes_per_patch=(of.vision.live_values_per_token + of.media.values_per_patch)
@@ -156,8 +155,8 @@ def _encode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
     return StageTable("patches", "groups", cost, ValidRange(1, 262_144), ValidRange(1, 256))
 
 
-def _prefill(on: Device, of: ModelShape, efficiency: Efficiency, weight_bytes: int) -> StageTable:
-    passes = _passes(on, of, efficiency, weight_bytes)
+def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    passes = _passes(on, of, efficiency)
     cost = replace(
         passes,
         floor_s=max(passes.floor_s, of.language.num_layers * efficiency.launch_s - passes.experts_s),
@@ -169,26 +168,25 @@ def _prefill(on: Device, of: ModelShape, efficiency: Efficiency, weight_bytes: i
     )
 
 
-def _passes(on: Device, of: ModelShape, efficiency: Efficiency, weight_bytes: int) -> StageCost:
+def _passes(on: Device, of: ModelShape, efficiency: Efficiency) -> StageCost:
     """Returns the cost of a pass of the language model without attention to all tokens."""
     language = of.language
-    expert_bytes = weight_bytes * language.num_in_experts // language.num_parameters
+    expert_bytes = round(of.layer_bytes * language.num_in_experts)
+    other_bytes = of.weight_bytes - expert_bytes - language.num_looked_up * _BYTES_PER_VALUE
     return StageCost(
         0.0,
-        _reading_s(on, weight_bytes - expert_bytes - language.num_looked_up * _BYTES_PER_VALUE, efficiency),
+        _reading_s(on, other_bytes, efficiency),
         language.flops_per_token / (on.flops_per_s * efficiency.compute),
         experts_s=_reading_s(on, expert_bytes, efficiency),
         active_share=language.num_active_experts / language.num_experts,
     )
 
 
-def _decode(
-    on: Device, of: ModelShape, efficiency: Efficiency, weight_bytes: int, *, has_scales: bool
-) -> StageTable:
+def _decode(on: Device, of: ModelShape, efficiency: Efficiency, *, has_scales: bool) -> StageTable:
     """A step reads the keys and values of all tokens and of full windows, and reads and writes states."""
     values, bytes_per_s = of.language, on.memory_bytes_per_s * efficiency.memory
     window_bytes = values.windowed.window * _kv_bytes(values.windowed, has_scales=has_scales)
-    passes = _passes(on, of, efficiency, weight_bytes)
+    passes = _passes(on, of, efficiency)
     cost = replace(
         passes,
         experts_s=passes.experts_s * values.mlp_hidden / (values.mlp_hidden + values.media_mlp_hidden),

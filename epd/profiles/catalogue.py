@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,8 @@ MODELS: Mapping[str, ModelShape] = {
 def model_named(name: str) -> ModelShape:
     """Returns a model by name, or of a folder or config.json. Raises RequestError for anything else.
 
-    A name may be longer than the catalogue's: Qwen/Qwen2.5-VL-7B-Instruct is qwen2.5-vl-7b.
+    A name may be longer than the catalogue's: Qwen/Qwen2.5-VL-7B-Instruct is qwen2.5-vl-7b. One that ends in
+    -fp8 has layers of 8 bits.
     """
     if Path(name).exists():
         return shape_in(Path(name))
@@ -290,7 +292,7 @@ def model_named(name: str) -> ModelShape:
             f"model is {name!r}; known are {', '.join(MODELS)}, a folder with a config.json, or that file; "
             "measure others with epd profile"
         )
-    return found
+    return replace(found, layer_bytes=1.0) if wanted.endswith("-fp8") else found
 
 
 def _is(wanted: str, known: str) -> bool:

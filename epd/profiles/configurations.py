@@ -50,6 +50,10 @@ _GEMMA4 = MediaRule("pooled", 16, 3, tile_tokens=280, frame_tokens=70, num_frame
 _FRAME_POOL, _MOLMO_FRAME_TEXT = 3, 8
 _MINICPM = MediaRule("slices", 14, 4, video_fps=1.0, max_frames=128, sampling="seconds")
 _RECURRENT, _WINDOWED = "linear_attention", "sliding_attention"
+# Counts of experts; transformers 5 writes the second for the first.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Of 4 bits: columns that share a scale of 16 bits and a zero point of 8.
+_GROUP, _GROUP_BYTES = 128, 3
 
 
 def shape_of(name: str, config: Config) -> ModelShape:
@@ -75,10 +79,21 @@ def shape_in(path: Path) -> ModelShape:
     """
     folder = path if path.is_dir() else path.parent
     config = read_object(path / "config.json" if path.is_dir() else path)
-    shape = shape_of(folder.resolve().name.lower(), config)
+    shape = replace(shape_of(folder.resolve().name.lower(), config), layer_bytes=_layer_bytes(config))
     if shape.media.kind not in ("grid", "crops", "pooled", "slices"):
         return shape
     return replace(shape, media=with_files(shape.media, folder))
+
+
+def _layer_bytes(config: Config) -> float:
+    """Counts the bytes of a weight by `quantization_config`; scales of FP8 are left out: .1 %."""
+    settings = _text_config(config).get("quantization_config")
+    if not settings:
+        return 2.0
+    is_packed = settings.get("format") == "pack-quantized"
+    if not is_packed and settings.get("quant_method") not in ("awq", "gptq"):
+        return 1.0
+    return 0.5 + _GROUP_BYTES / max(settings.get("group_size") or _GROUP, 1)
 
 
 def _text_config(config: Config) -> Config:
@@ -91,7 +106,7 @@ def _language(config: Config) -> Transformer:
     text = _text_config(config)
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     kv_heads, head_dim = text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden // heads
-    experts = text.get("num_experts") or text.get("n_routed_experts") or 1
+    experts = next((text[each] for each in _EXPERTS if text.get(each)), 1)
     width = text["moe_intermediate_size"] if experts > 1 else text["intermediate_size"]
     is_tied = bool(config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
     kinds, dense = _layer_kinds(text), text.get("first_k_dense_replace") or 0

@@ -254,6 +254,7 @@ class ModelShape:
     num_projector_parameters: of what turns the tower's output into embeddings, where they are known
     context_tokens: the longest prompt and answer
     is_shared: whether several devices can share its layers
+    layer_bytes: of a weight in the layers of the language model
     """
 
     name: str
@@ -264,3 +265,10 @@ class ModelShape:
     num_projector_parameters: int = 0
     context_tokens: int | None = None
     is_shared: bool = True
+    layer_bytes: float = 2.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Counts the bytes of the language model."""
+        others = self.language.num_parameters - self.language.num_in_layers
+        return 2 * others + round(self.layer_bytes * self.language.num_in_layers)

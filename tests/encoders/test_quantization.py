@@ -120,7 +120,7 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, found: str
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("count", ["num_experts", "n_routed_experts", "moe_num_experts"])
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
 def test_experts_of_4_bits_are_refused_and_those_in_fp8_are_read(tmp_path: Path, count: str) -> None:
     for settings in (AWQ, GPTQ, W4A16):
         path = written(tmp_path, settings, text_config={count: 128})

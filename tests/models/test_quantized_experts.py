@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import AutoProcessor
 
 from epd.engine_config import EngineConfig
 from epd.errors import ModelError, UnsupportedModelError
+from epd.profiles.analytic import analytic_profile
 from epd.stages.decoder.experts import Experts
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.loading.quantized_experts import QuantizedExperts
@@ -22,6 +23,7 @@ from epd.stages.loading.quantized_linear import products_text
 from epd.stages.loading.weight_files import num_weight_bytes, write_weights
 from epd.stages.loading.weights import WholeModel, load_role
 from epd.stages.placement import CPU_FLOAT32
+from epd.stages.profiling import Profiler
 from epd.stages.rank import Rank
 from epd.topology import TensorParallel
 from tests.colocated import ColocatedPipeline
@@ -32,6 +34,7 @@ from tests.stages.ranks.thread_ranks import StartedThreadRanks
 from tests.tiny_models import load_reference
 
 QUESTION = "What is shown?"
+BFLOAT16 = replace(CPU_FLOAT32, dtype=torch.bfloat16)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
@@ -82,6 +85,19 @@ def test_experts_are_what_they_stand_for_and_stay_as_small_as_in_the_files(subje
             expected = theirs[name](rows, chosen, weights)
             for each in (ours(rows, chosen, weights), Experts.of(ours)(rows, chosen, weights)):
                 torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_planner_and_profile_count_what_is_held(subject: Subject) -> None:
+    """Computed of the configuration, without scales, norms and what has 16 bits; measured, to the byte."""
+    path = subject.pair.quantized
+    loaded = load_role(path, "language", BFLOAT16)
+    held = sum(each.nbytes for each in loaded.model.parameters())
+    computed = analytic_profile("h100", str(path)).memory.language_weight_bytes
+    assert computed == pytest.approx(held, rel=0.05)
+    if subject.name == "fp8-packed":
+        with torch.inference_mode():
+            measured = Profiler(path, 1, BFLOAT16).memory()
+        assert measured.language_weight_bytes == held
 
 
 def test_mapped_weights_are_those_that_are_read(subject: Subject, tmp_path: Path) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from epd.errors import InfeasibleError
-from epd.profiles.analytic import analytic_profile
+from epd.profiles.analytic import AS_FAST_IN_FP8, analytic_profile
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
 from epd.simulate import Deployment, Simulation
 from epd.stages.engine.kv_pool import KVLayout
 from epd.stages.memory_sizing import DEFAULT_EMBEDDINGS
 from epd.topology import Stage, parse_topology
+from tests.models.published import PUBLISHED
+from tests.models.quantized import LAYOUTS
 
 GB = 10**9
+FP8, W4A16 = (LAYOUTS[name].config for name in ("fp8", "w4a16"))
 NEEDS = MemoryNeeds(
     device_bytes=100 * GB,
     vision_weight_bytes=2 * GB,
@@ -127,6 +132,24 @@ def test_layers_in_fp8_take_half_and_are_read_in_half_the_time() -> None:
     assert less.decode.cost.floor_s / whole.decode.cost.floor_s == pytest.approx(share)
     assert less.memory.vision_weight_bytes == whole.memory.vision_weight_bytes
     assert (whole.quantization, less.quantization) == (None, "fp8")
+
+
+def test_fp8_checkpoints_take_what_their_layers_have(tmp_path: Path) -> None:
+    """By the name of a published one, and by `quantization_config`: 29.9 of 30.5 billion are in layers."""
+    name = "Qwen/Qwen3-VL-30B-A3B-Instruct-FP8"
+    whole, less = (analytic_profile("h100", each) for each in (name.removesuffix("-FP8"), name))
+    assert less.memory.language_weight_bytes == pytest.approx(31.1e9, rel=0.005)
+    assert whole.memory.language_weight_bytes == pytest.approx(61.1e9, rel=0.005)
+    assert less.decode.cost.experts_s / whole.decode.cost.experts_s == pytest.approx(0.5)
+    assert less.decode.cost.floor_s > 0.5 * whole.decode.cost.floor_s, "the head has 16 bits"
+    assert less.quantization is None, "a server needs no option for it"
+    assert AS_FAST_IN_FP8 in less.assumptions
+    assert AS_FAST_IN_FP8 not in whole.assumptions
+    config = PUBLISHED["Qwen3-VL-30B-A3B"].config
+    for settings, least in ((FP8, 31.1e9), (W4A16, 16.8e9), (None, 61.1e9)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        found = analytic_profile("h100", str(tmp_path)).memory.language_weight_bytes
+        assert found == pytest.approx(least, rel=0.01)
 
 
 def test_windows_of_values_in_8_bits_are_smaller_too() -> None:
