@@ -2,6 +2,7 @@
 
 python -m tests.faults.mutants --seeds 20             all of them
 python -m tests.faults.mutants --only placement.py    those whose file or name has this text
+python -m tests.faults.mutants --only accuse --beside "hears of no loss"    where another line is broken too
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import inspect
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -176,6 +177,12 @@ MUTANTS = (
         "return following",
     ),
     Mutant(
+        "hears of no loss of its own", "next boards",
+        "serve_app/network/remote_fleet.py",
+        "if isinstance(value, FrontLost):\n            self.is_closed = True",
+        "if isinstance(value, FrontLost):\n            return",
+    ),
+    Mutant(
         "believes who accuses first", "next boards",
         _BOARD, "sorted(accusations, key=lambda each: -numbers[each[0]])", "accusations",
     ),
@@ -270,13 +277,17 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--size", choices=SIZES, default="large", help="of all worlds")
     parser.add_argument("--only", default="", help="text of the names or files to run")
+    parser.add_argument("--beside", help="text of the names of lines that are always broken")
     parser.add_argument("--results", type=Path, help="page that gets the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = [each for each in MUTANTS if arguments.only in f"{each.file} {each.name}"]
     rows = ["| the recovery ... | file | aim | verdict | finding |", "|---|---|---|---|---|"]
-    with tempfile.TemporaryDirectory(prefix="epd-mutants-") as folder, read_once():
+    beside = [each for each in MUTANTS if arguments.beside and arguments.beside in each.name]
+    with tempfile.TemporaryDirectory(prefix="epd-mutants-") as folder, read_once(), ExitStack() as stack:
         pool = build_pool(Path(folder))
+        for mutant in beside:
+            stack.enter_context(broken(mutant))
         for mutant in chosen:
             said = verdict(mutant, pool, arguments.start, arguments.seeds, arguments.size)
             rows.append(f"| {mutant.name} | {Path(mutant.file).name} | {mutant.aim} | {said} |")

@@ -8,6 +8,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +166,14 @@ def _frozen(pool: Pool, target: float, *faults: Fault, lasts_s: float = 12.0) ->
     return replace(plan, faults=(Fault(0.9, "freeze", target, lasts_s=lasts_s), *faults))
 
 
+@pytest.fixture(params=["told", "untold"])
+def told(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A front that continues after its loss hears of it from workers, or not, as one that was cut off."""
+    (unheard,) = [each for each in MUTANTS if each.name == "hears of no loss of its own"]
+    with broken(unheard) if request.param == "untold" else nullcontext():
+        yield
+
+
 def _ended(printed: str) -> list[str]:
     """Returns which processes have ended, and why, as a trace says."""
     return [line.split(maxsplit=2)[2] for line in printed.splitlines() if line.split()[1] == "end"]
@@ -183,6 +192,7 @@ def test_a_member_whose_loss_was_handled_is_not_taken_back_by_the_next_board(
         assert f"'{name}' is lost: its loss was handled" in printed
 
 
+@pytest.mark.usefixtures("told")
 def test_a_front_that_continues_after_its_loss_takes_no_worker_with_it(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +203,7 @@ def test_a_front_that_continues_after_its_loss_takes_no_worker_with_it(
     assert _ended(capsys.readouterr().out) == ["front2 front2 it was declared lost"]
 
 
+@pytest.mark.usefixtures("told")
 def test_a_front_that_continues_while_the_next_board_regroups_takes_no_worker_with_it(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +217,7 @@ def test_a_front_that_continues_while_the_next_board_regroups_takes_no_worker_wi
         assert _ended(capsys.readouterr().out) == ["board", "front2 front2 it was declared lost"]
 
 
+@pytest.mark.usefixtures("told")
 def test_a_front_that_the_next_board_has_never_heard_takes_no_worker_with_it(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +239,7 @@ def test_of_a_worker_and_the_one_that_has_its_place_the_later_stays_with_the_nex
         assert _ended(capsys.readouterr().out) == ended
 
 
+@pytest.mark.usefixtures("told")
 def test_two_that_continue_while_the_next_board_regroups_take_no_worker_with_them(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
