@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -185,6 +186,28 @@ def test_a_long_batch_holds_up_no_other_key(run_front: RunFront, tmp_path: Path)
     assert len(front.service.requests) < 1000
     client.batches.cancel(long.id)
     assert ended(client, long).status == "cancelled"
+
+
+@pytest.mark.parametrize("hours", [7, -7])
+def test_lines_and_streams_go_on_where_the_clock_is_set(
+    run_front: RunFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """Each has begun before and ends after; what comes then is answered as before."""
+    service = FakeService(holds_after=1)
+    front = run_front(service, files=FileSettings(tmp_path / "kept"))
+    batch = asked(front.openai, [line(str(number)) for number in range(3)])
+    with front.http.stream("POST", CHAT, json={**QUESTION, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        wait_until(lambda: service.num_open > 1)
+        unix_s = time.time()
+        monkeypatch.setattr(time, "time", lambda: unix_s + hours * 3600)
+        service.may_go_on.set()
+        assert [each for each in lines if each][-1] == "data: [DONE]"
+    assert front.ask().status_code == 200
+    done = ended(front.openai, batch)
+    assert (done.status, len(records(front.openai, done.output_file_id))) == ("completed", 3)
+    assert ended(front.openai, asked(front.openai, [line("later")])).status == "completed"
 
 
 class AfterFirst(FakeService):

@@ -269,8 +269,9 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("step_s", [2 * NEVER_S, -2 * NEVER_S])
 def test_a_step_of_the_wall_clock_refuses_nothing_that_waits(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, step_s: float
 ) -> None:
     """As when a machine wakes up, or first learns the time."""
     questions = [Question((), f"what {number}?") for number in range(6)]
@@ -283,7 +284,7 @@ def test_a_step_of_the_wall_clock_refuses_nothing_that_waits(
             while not len(deployment.service.queue):
                 await asyncio.sleep(0.001)
             unix_s = time.time()
-            monkeypatch.setattr(time, "time", lambda: unix_s + 2 * NEVER_S)
+            monkeypatch.setattr(time, "time", lambda: unix_s + step_s)
             deployment.held.is_on = False
             assert all(answer.tokens for answer in await asking)
             assert deployment.service.queue.num_refused == 0
