@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from epd import video
+from epd.control.decoders import THREADS_OF_A_GPU, DecoderLoad, soonest
 from epd.errors import CancelledError, UnavailableError
+from epd.machine import usable_cpus
 from epd.serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
 from epd.serve_app.messages import Message
 from epd.types import Frames, UInt8Array
@@ -161,8 +163,9 @@ def _closed(stream_id: str) -> CancelledError:
     return CancelledError(f"stream '{stream_id}' is closed; open another")
 
 
-# Starts decoding an open file, which it takes over; name: of the source in errors. Raises MediaError.
-Decoder = Callable[[video.OpenFile, str, DecodeOrder], FrameStream]
+# Starts decoding an open file, which it takes over. Its name in errors, and its pixels on the way to the last
+# frame that is wanted. Raises MediaError.
+Decoder = Callable[[video.OpenFile, str, DecodeOrder, float], FrameStream]
 
 
 class _StreamHere:
@@ -185,15 +188,38 @@ class _StreamHere:
         self._file.close()
 
 
-def stream_here(file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
+def stream_here(file: video.OpenFile, name: str, order: DecodeOrder, _pixels: float = 0.0) -> FrameStream:
     """Decodes in threads of this process. Raises MediaError."""
     return _StreamHere(file, name, order)
 
 
-def child_decoder(children: video.MediaChildren) -> Decoder:
-    """Returns a decoder by media children: see `video.MediaChildren`."""
+class ChildDecoder:
+    """Decodes videos in children of the CPU and of a GPU, each where it is through first. For any thread."""
 
-    def started(file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
-        return video.ChildStream(children, file, name, order.times_s, order.size, order.group_sizes)
+    def __init__(self, of_cpu: video.MediaChildren, of_gpu: video.MediaChildren | None = None) -> None:
+        """of_gpu: each reads a video at a time; what they cannot is left to the CPU's."""
+        self._of_cpu, self._of_gpu = of_cpu, of_gpu
+        self._videos: list[tuple[video.ChildStream, float]] = []  # that may be open, and their pixels
+        self._lock = threading.Lock()
 
-    return started
+    def __call__(self, file: video.OpenFile, name: str, order: DecodeOrder, pixels: float) -> FrameStream:
+        with self._lock:
+            self._videos = [each for each in self._videos if not each[0].is_closed]
+            places = self._places()
+            chosen = places[soonest([load for _, load in places], pixels)][0]
+            spare = None if chosen is self._of_cpu else self._of_cpu
+            what = (order.times_s, order.size, order.group_sizes)
+            self._videos.append((video.ChildStream(chosen, file, name, *what, spare), pixels))
+            return self._videos[-1][0]
+
+    def _places(self) -> list[tuple[video.MediaChildren, DecoderLoad]]:
+        """Returns those that can take a video, the CPU first."""
+        places = [(self._of_cpu, DecoderLoad(usable_cpus(), sum(self._pixels(self._of_cpu))))]
+        if self._of_gpu is not None and not self._of_gpu.is_left_alone:
+            work = self._pixels(self._of_gpu)
+            if len(work) < self._of_gpu.limits.max_children:
+                places.append((self._of_gpu, DecoderLoad(THREADS_OF_A_GPU, sum(work))))
+        return places
+
+    def _pixels(self, children: video.MediaChildren) -> list[float]:
+        return [pixels for stream, pixels in self._videos if stream.children is children]

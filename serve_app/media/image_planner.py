@@ -162,6 +162,6 @@ def _first_frame(file: FetchedFile, wanted: ReadPicture, decoder: Decoder) -> UI
     scale = min(1.0, wanted.max_side / max(height, width))
     size = (max(1, round(height * scale)), max(1, round(width * scale)))
     order = DecodeOrder(wanted.source, (0.0,), (1,), size)
-    with closing(decoder(file.open(), file.label, order)) as frames:
+    with closing(decoder(file.open(), file.label, order, float(height * width))) as frames:
         pixels: UInt8Array = frames.read().data[0]
         return pixels

@@ -359,7 +359,9 @@ class MediaWorker:
 
     def _open(self, order: DecodeOrder) -> FrameStream:
         file = self.file_of(order.source)
-        return self._decoder(file.open(), file.label, order)
+        span_s = order.times_s[-1] - order.times_s[0]
+        pixels = file.facts.height * file.facts.width * max(1.0, span_s * file.facts.fps)
+        return self._decoder(file.open(), file.label, order, pixels)
 
     # At once: these are quick, and every thread may be reading
 
