@@ -70,6 +70,7 @@ MEDIA_FIELDS = (
     "files_dir",
     "image_background",
     "require_media_sandbox",
+    "video_device",
     "hang_s",
     "drain_s",
     *PIXEL_FIELDS,
@@ -123,6 +124,12 @@ class AppArgs(WorkerArgs):
         default=False,
         description="Refuse to start where the kernel gives the processes that read media no Landlock or no "
         "seccomp.",
+    )
+    video_device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="cuda, or cuda:N, decodes H.264 and HEVC on a GPU too, beside the CPU, in processes "
+        "without Landlock and seccomp.",
     )
     max_requests: int = Field(default=512, ge=1, description="Requests answered at once; others get 429.")
     max_waiting: int = Field(default=256, ge=0, description="Requests that wait for room at the workers.")

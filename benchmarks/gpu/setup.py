@@ -13,7 +13,7 @@ import torch
 
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.names import WeightSet
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import SchedulerConfig
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import Placement
 

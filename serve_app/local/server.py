@@ -90,7 +90,9 @@ async def _serve(args: AppArgs, listener: socket.socket, prefix: str, started: F
     hide_process()  # it holds the keys, and its children read media
     background = parse_colour(args.image_background)
     with closing(
-        MediaProcesses(background=background, requires_walls=args.require_media_sandbox)
+        MediaProcesses(
+            background=background, requires_walls=args.require_media_sandbox, device=args.video_device
+        )
     ) as processes:
         app = await create_app(args, create_fleet(args, media_settings(args), processes))
         async with app.router.lifespan_context(app):

@@ -1,45 +1,27 @@
-"""Reads frames of single groups of videos on demand, decoded ahead of ordered requests, and decodes images.
+"""Reads streams of videos: frames of single groups on demand, decoded ahead of ordered requests.
 
 groups of the item   |  0  |  1  |  2  |  3  |  4  |
 requested               ^           ^     ^           the stream starts at the first and skips the others
 requested again         ^                             groups behind the stream are decoded separately
-
-Images are decoded at their planned sizes, and clips of sound, in threads that requests share fairly. Small
-pictures of media are drawn for people, where a browser cannot show the format.
 """
 
 from __future__ import annotations
 
-import asyncio
-import io
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-from PIL import Image
-
 from epd import video
-from epd.encoders import Adapter, MediaPlan, load_adapter
-from epd.errors import CancelledError, MediaError, RequestError, UnavailableError
-from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.serve_app.fair_threads import FairThreads
-from epd.serve_app.media.media_spool import FetchedFile
-from epd.serve_app.media.spool_files import ByteBudget
-from epd.serve_app.media_messages import CloseStream, CompressVideo, DecodeOrder, ReadFrames, ReadPicture
+from epd.control.decoders import THREADS_OF_A_GPU, DecoderLoad, soonest
+from epd.errors import CancelledError, UnavailableError
+from epd.machine import usable_cpus
+from epd.serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
 from epd.serve_app.messages import Message
-from epd.serve_app.service import HeldItem
-from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels
-from epd.types import Float32Array, Frames, UInt8Array
+from epd.types import Frames, UInt8Array
 
 # Names of closed streams are kept for reads that were sent before the close and run after it.
 _MAX_CLOSED = 4096
@@ -181,8 +163,9 @@ def _closed(stream_id: str) -> CancelledError:
     return CancelledError(f"stream '{stream_id}' is closed; open another")
 
 
-# Starts decoding an open file, which it takes over; name: of the source in errors. Raises MediaError.
-Decoder = Callable[[video.OpenFile, str, DecodeOrder], FrameStream]
+# Starts decoding an open file, which it takes over. Its name in errors, and its pixels on the way to the last
+# frame that is wanted. Raises MediaError.
+Decoder = Callable[[video.OpenFile, str, DecodeOrder, float], FrameStream]
 
 
 class _StreamHere:
@@ -205,155 +188,38 @@ class _StreamHere:
         self._file.close()
 
 
-def stream_here(file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
+def stream_here(file: video.OpenFile, name: str, order: DecodeOrder, _pixels: float = 0.0) -> FrameStream:
     """Decodes in threads of this process. Raises MediaError."""
     return _StreamHere(file, name, order)
 
 
-def child_decoder(children: video.MediaChildren) -> Decoder:
-    """Returns a decoder by media children: see `video.MediaChildren`."""
+class ChildDecoder:
+    """Decodes videos in children of the CPU and of a GPU, each where it is through first. For any thread."""
 
-    def started(file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
-        return video.ChildStream(children, file, name, order.times_s, order.size, order.group_sizes)
+    def __init__(self, of_cpu: video.MediaChildren, of_gpu: video.MediaChildren | None = None) -> None:
+        """of_gpu: each reads a video at a time; what they cannot is left to the CPU's."""
+        self._of_cpu, self._of_gpu = of_cpu, of_gpu
+        self._videos: list[tuple[video.ChildStream, float]] = []  # that may be open, and their pixels
+        self._lock = threading.Lock()
 
-    return started
+    def __call__(self, file: video.OpenFile, name: str, order: DecodeOrder, pixels: float) -> FrameStream:
+        with self._lock:
+            self._videos = [each for each in self._videos if not each[0].is_closed]
+            places = self._places()
+            chosen = places[soonest([load for _, load in places], pixels)][0]
+            spare = None if chosen is self._of_cpu else self._of_cpu
+            what = (order.times_s, order.size, order.group_sizes)
+            self._videos.append((video.ChildStream(chosen, file, name, *what, spare), pixels))
+            return self._videos[-1][0]
 
+    def _places(self) -> list[tuple[video.MediaChildren, DecoderLoad]]:
+        """Returns those that can take a video, the CPU first."""
+        places = [(self._of_cpu, DecoderLoad(usable_cpus(), sum(self._pixels(self._of_cpu))))]
+        if self._of_gpu is not None and not self._of_gpu.is_left_alone:
+            work = self._pixels(self._of_gpu)
+            if len(work) < self._of_gpu.limits.max_children:
+                places.append((self._of_gpu, DecoderLoad(THREADS_OF_A_GPU, sum(work))))
+        return places
 
-# For all requests: images resized to their planned sizes and samples of clips, held until they are released.
-_MAX_PIXEL_BYTES = 2 << 30
-_COMPRESSED_TOGETHER = 8  # frames
-
-
-class ImagePlanner:
-    """Decodes one image or clip of a request at a time. Used from one event loop."""
-
-    def __init__(
-        self,
-        model: Path,
-        reader: video.MediaReader,
-        num_threads: int,
-        pixels: PixelSettings = AUTHORS_LIMITS,
-        *,
-        opens_early: bool = True,
-    ) -> None:
-        """Opens the model's folder in the background; an error is raised when the first image is planned.
-
-        opens_early: whether now, instead of with the first image
-        """
-        self._reader = reader
-        self._threads = FairThreads("image", num_threads, 1)
-        self.budget = ByteBudget(_MAX_PIXEL_BYTES, "images")
-        self._load = partial(load_adapter, model, pixels=pixels)
-        if opens_early:
-            _ = self._adapter
-
-    @cached_property
-    def _adapter(self) -> Future[Adapter]:
-        opening = ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        adapter = opening.submit(self._load)
-        opening.shutdown(wait=False)
-        return adapter
-
-    async def planned(
-        self, owner: object, files: Sequence[FetchedFile], client: str = ""
-    ) -> list[PlannedMedia]:
-        """Returns images with pixels, and clips with samples, which the caller gives back by `give_back`.
-
-        owner: the request. client: whose it is. Raises MediaError, OverloadedError.
-        """
-        tasks = [
-            asyncio.ensure_future(self._threads.run(owner, partial(self._planned, file), client=client))
-            for file in files
-        ]
-        try:
-            images = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        self.budget.take(num_bytes(images))
-        return images
-
-    def give_back(self, images: Mapping[int, PlannedMedia]) -> None:
-        """Notes that the images are dropped."""
-        self.budget.give_back(num_bytes(list(images.values())))
-
-    def _planned(self, file: FetchedFile) -> PlannedMedia:
-        with file.open() as opened:
-            if file.facts.kind == "audio":
-                samples = self._samples(file, opened)
-            else:
-                pixels = self._reader.load_image(opened, file.label)
-        adapter = self._adapter.result()
-        with _labelled(file):
-            if file.facts.kind == "audio":
-                return plan_clip(adapter, file.path, samples, file.start_s)
-            return plan_pixels(adapter, file.path, pixels, file.pixels)
-
-    def _samples(self, file: FetchedFile, opened: video.OpenFile) -> Float32Array:
-        with _labelled(file):
-            part = audio_part(self._adapter.result(), file.start_s, file.end_s)
-        return self._reader.load_audio(opened, file.label, part)
-
-    def compressed(self, message: CompressVideo, opener: Opener) -> tuple[MediaPlan, None]:
-        """Completes the plan of a video by its frames, some at a time. Blocks. Raises MediaError."""
-        plan, adapter = message.plan, self._adapter.result()
-        starts = range(0, plan.num_frames, _COMPRESSED_TOGETHER)
-        sizes = tuple(min(_COMPRESSED_TOGETHER, plan.num_frames - start) for start in starts)
-        with closing(opener(DecodeOrder(message.source, plan.times_s, sizes, plan.size))) as frames:
-            return adapter.compressed(plan, (torch.from_numpy(frames.read().data) for _ in sizes)), None
-
-    def close(self) -> None:
-        self._threads.close()
-
-
-@contextmanager
-def _labelled(file: FetchedFile) -> Iterator[None]:
-    """Names the medium in errors about it."""
-    try:
-        yield
-    except MediaError as error:
-        raise type(error)(f"{file.label}: {error}") from error
-
-
-def num_bytes(images: Sequence[PlannedMedia]) -> int:
-    """Returns the bytes of the pixels of images, and of the samples of clips."""
-    return sum(each.image.nbytes for each in images if each.image is not None)
-
-
-def picture_of(
-    wanted: ReadPicture,
-    file_of: Callable[[HeldItem], FetchedFile],
-    reader: video.MediaReader,
-    decoder: Decoder,
-) -> tuple[int, UInt8Array]:
-    """Returns the bytes of a JPEG of an image, or of a video's first frame, upright, and uint8 [N]. Blocks.
-
-    Raises MediaError for what cannot be decoded, RequestError for sound.
-    """
-    file = file_of(wanted.source)
-    if file.facts.kind == "audio":
-        raise RequestError(
-            f"{file.label} is sound, which has no picture; allowed: images and videos; play it instead"
-        )
-    if file.facts.kind == "image":
-        with file.open() as opened:
-            pixels = reader.load_image(opened, file.label)
-    else:
-        pixels = _first_frame(file, wanted, decoder)
-    picture = Image.fromarray(pixels)
-    picture.thumbnail((wanted.max_side, wanted.max_side))
-    out = io.BytesIO()
-    picture.save(out, "JPEG")
-    jpeg = np.frombuffer(out.getvalue(), np.uint8)
-    return len(jpeg), jpeg
-
-
-def _first_frame(file: FetchedFile, wanted: ReadPicture, decoder: Decoder) -> UInt8Array:
-    """Returns the frame at 0 s, small: uint8 [h, w, 3]."""
-    height, width = file.facts.height, file.facts.width
-    scale = min(1.0, wanted.max_side / max(height, width))
-    size = (max(1, round(height * scale)), max(1, round(width * scale)))
-    order = DecodeOrder(wanted.source, (0.0,), (1,), size)
-    with closing(decoder(file.open(), file.label, order)) as frames:
-        pixels: UInt8Array = frames.read().data[0]
-        return pixels
+    def _pixels(self, children: video.MediaChildren) -> list[float]:
+        return [pixels for stream, pixels in self._videos if stream.children is children]

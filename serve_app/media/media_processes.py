@@ -9,13 +9,15 @@ from dataclasses import replace
 from epd.colour import WHITE, Colour
 from epd.errors import InfeasibleError
 from epd.machine import memory_limit_bytes
-from epd.serve_app.media.frame_reader import Decoder, child_decoder
+from epd.serve_app.media.frame_reader import ChildDecoder, Decoder
 from epd.video import ChildLimits, MediaChildren, MediaReader
 from epd.video.children.walls import REQUIRED_WALLS, WALLS
 
 logger = logging.getLogger(__name__)
 
 _MIN_CHILDREN, _MAX_CHILDREN = 4, 32
+# Of a GPU: each has a context there, of some 500 MB, and decoders for one video at a time.
+_CHILDREN_OF_GPU = 2
 
 
 def video_child_limits() -> ChildLimits:
@@ -38,34 +40,44 @@ class MediaProcesses:
         *,
         background: Colour = WHITE,
         requires_walls: bool = False,
+        device: str = "cpu",
     ) -> None:
         """Starts nothing yet.
 
         readers: for looking and images; decoders: of videos; by default with the `background` that shows
         through the transparency of pictures
         requires_walls: whether they may not start without `REQUIRED_WALLS`
+        device: that decodes videos beside the CPU, such as "cuda", in children that have fewer walls
         """
         self._requires_walls = requires_walls
         self._readers = readers or MediaChildren(background=background)
         self._decoders = decoders or MediaChildren(
             video_child_limits(), decodes_video=True, background=background
         )
+        self._of_gpu: MediaChildren | None = None
+        if device != "cpu":
+            limits = replace(video_child_limits(), max_children=_CHILDREN_OF_GPU)
+            self._of_gpu = MediaChildren(limits, decodes_video=True, background=background, device=device)
+        self.decoder: Decoder = ChildDecoder(self._decoders, self._of_gpu)
 
     @property
     def reader(self) -> MediaReader:
         return self._readers
-
-    @property
-    def decoder(self) -> Decoder:
-        return child_decoder(self._decoders)
 
     def start(self) -> None:
         """Starts the servers of both kinds, so that the first medium need not wait for them. Blocks.
 
         Raises UnavailableError, and InfeasibleError where walls that are required are missing.
         """
+        if self._requires_walls and self._of_gpu is not None:
+            raise InfeasibleError(
+                f"received --video-device {self._of_gpu.device} and --require-media-sandbox; processes that "
+                "reach a GPU have no landlock and no seccomp; leave one of the two out"
+            )
         self._readers.server.start()
         self._decoders.server.start()
+        if self._of_gpu is not None:
+            self._of_gpu.server.start()
         missing = [wall for wall in REQUIRED_WALLS if wall not in self.walls]
         if missing and self._requires_walls:
             raise InfeasibleError(
@@ -86,3 +98,5 @@ class MediaProcesses:
         """Ends all children."""
         self._readers.close()
         self._decoders.close()
+        if self._of_gpu is not None:
+            self._of_gpu.close()

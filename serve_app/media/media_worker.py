@@ -30,7 +30,8 @@ from epd import video
 from epd.encoders import MediaPlan
 from epd.errors import CancelledError, EPDError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.serve_app.media.frame_reader import FrameReader, FrameStream, ImagePlanner, picture_of, stream_here
+from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
+from epd.serve_app.media.image_planner import ImagePlanner, picture_of
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_spool import FetchedFile, Hold, MediaSpool, SpoolLimits
 from epd.serve_app.media_messages import (
@@ -359,7 +360,9 @@ class MediaWorker:
 
     def _open(self, order: DecodeOrder) -> FrameStream:
         file = self.file_of(order.source)
-        return self._decoder(file.open(), file.label, order)
+        span_s = order.times_s[-1] - order.times_s[0]
+        pixels = file.facts.height * file.facts.width * max(1.0, span_s * file.facts.fps)
+        return self._decoder(file.open(), file.label, order, pixels)
 
     # At once: these are quick, and every thread may be reading
 

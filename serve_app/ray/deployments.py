@@ -88,7 +88,9 @@ class Media(_Worker):
         self._drain_s = args.drain_s
         parts.hide_process()  # from its own children, and all other processes of this user
         self._processes = parts.MediaProcesses(
-            background=parse_colour(args.image_background), requires_walls=args.require_media_sandbox
+            background=parse_colour(args.image_background),
+            requires_walls=args.require_media_sandbox,
+            device=args.video_device,
         )
         await asyncio.to_thread(self._processes.start)
         worker = parts.MediaWorker(parts.media_settings(args), self._processes)

@@ -18,7 +18,7 @@ from unittest import mock
 from epd import video
 from epd.encoders import Adapter, load_adapter
 from epd.sampling_params import SamplingParams
-from epd.serve_app.media import frame_reader, media_worker
+from epd.serve_app.media import image_planner, media_worker
 from epd.serve_app.media.frame_reader import FrameStream, stream_here
 from epd.serve_app.media_messages import DecodeOrder
 from epd.serve_app.network import memory
@@ -188,7 +188,7 @@ def read_once() -> Iterator[None]:
         return found
 
     with ExitStack() as stack:
-        for module in (worker_stages, request_planner, frame_reader):
+        for module in (worker_stages, request_planner, image_planner):
             stack.enter_context(mock.patch.object(module, "load_adapter", adapter))
         for module in (deployments, media_fleet):
             stack.enter_context(mock.patch.object(module, "media_kind", kind))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epd.errors import EPDError, UnavailableError
 from epd.serve_app import fair_threads
-from epd.serve_app.media import frame_reader, media_spool, media_worker
+from epd.serve_app.media import image_planner, media_spool, media_worker
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.media_messages import ReadFrames
 from epd.serve_app.messages import DropOwner, Message, WorkerLoad, WorkerReport
@@ -255,7 +255,7 @@ def named_memory() -> Iterator[None]:
 def no_threads() -> Iterator[None]:
     """Lets media workers do their work at once, with folders that nobody else looks for."""
     with ExitStack() as stack:
-        for module in (fair_threads, frame_reader, media_worker):
+        for module in (fair_threads, image_planner, media_worker):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _AtOnce))
         stack.enter_context(mock.patch.object(media_spool, "HeldFolder", _SpoolFolder))
         stack.enter_context(mock.patch.object(media_spool, "remove_abandoned", _remove_none))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from epd.types import Frames
+from epd.types import Frames, UInt8Array
 
 
 def assert_same_frames(got: Frames, truth: Frames) -> None:
@@ -15,3 +15,9 @@ def assert_same_frames(got: Frames, truth: Frames) -> None:
     assert not wrong, f"pixels differ at {wrong[:8]}"
     assert got.data.shape == truth.data.shape
     assert got.num_substituted == 0
+
+
+def psnr_db(got: UInt8Array, truth: UInt8Array) -> float:
+    """Peak signal to noise, infinite for equal pixels."""
+    error = np.mean((got.astype(np.float64) - truth) ** 2)
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))

@@ -27,6 +27,7 @@ from epd.errors import (
     CancelledError,
     CorruptMediaError,
     EPDError,
+    MediaError,
     MediaForbiddenError,
     MediaLimitError,
     MediaNotFoundError,
@@ -39,6 +40,7 @@ from epd.video.children.process import Child, ChildServer
 from epd.video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
 from epd.video.containers.audio import AudioSlice
 from epd.video.containers.images import MAX_IMAGE_PIXELS
+from epd.video.decoding.device import MAX_FAILURES, DeviceFailedError
 from epd.video.sources.local_files import OpenFile
 
 _T = TypeVar("_T")
@@ -49,6 +51,7 @@ _ERRORS: Mapping[str, type[EPDError]] = {
     error.__name__: error
     for error in (
         CorruptMediaError,
+        DeviceFailedError,
         MediaForbiddenError,
         MediaLimitError,
         MediaNotFoundError,
@@ -106,16 +109,22 @@ class MediaChildren:
         *,
         decodes_video: bool = False,
         background: Colour = WHITE,
+        device: str | None = None,
     ) -> None:
         """Starts nothing yet.
 
         decodes_video: whether streams will be opened.
         background: what shows through the transparency of pictures.
+        device: that decodes videos, as torch names it: see `ChildStream`.
         """
-        self.background = background
+        self.background, self.device = background, device
         self.limits = limits or ChildLimits()
-        self.server = ChildServer(self.limits.memory_bytes, decodes_video=decodes_video)
+        self.server = ChildServer(
+            self.limits.memory_bytes, decodes_video=decodes_video, opens_gpu=device is not None
+        )
         self.num_lost = 0
+        self._num_failures = 0  # of the device, in a row
+        self._has_said = False
         self._changed = threading.Condition()
         self._idle: list[Child] = []
         self._parked: OrderedDict[Hashable, Child] = OrderedDict()  # of streams that nobody reads now
@@ -258,6 +267,21 @@ class MediaChildren:
         with self._changed:
             return self._parked.pop(stream, None)
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the device has failed so often that others should decode."""
+        return self._num_failures >= MAX_FAILURES
+
+    def note(self, failure: EPDError | None) -> None:
+        """Notes that others must read on, which is said once; None: that a group was read."""
+        if failure is not None and not self._has_said:
+            self._has_said = True
+            is_clear = isinstance(failure, DeviceFailedError | UnsupportedMediaError)  # and names no file
+            why = str(failure) if is_clear else type(failure).__name__
+            logger.warning("the CPU decodes a video in place of %s: %s", self.device, why)
+        is_of_file = isinstance(failure, MediaError) and not isinstance(failure, ChildDiedError)
+        self._num_failures = 0 if failure is None else self._num_failures + (not is_of_file)
+
     def close(self) -> None:
         """Ends all children, including those that callers wait for."""
         self.server.close()
@@ -275,7 +299,7 @@ def _error(child: Child, reply: Header, name: str, memory_bytes: int) -> EPDErro
     kind, message = str(reply["error"]), str(reply.get("message"))
     if kind in _ERRORS:
         # FFmpeg may have spoiled its memory, or have too little of it, which it calls a broken file.
-        child.is_sound &= kind != CorruptMediaError.__name__
+        child.is_sound &= kind not in (CorruptMediaError.__name__, DeviceFailedError.__name__)
         return _ERRORS[kind](message)
     child.is_sound = False
     if kind == MemoryError.__name__:

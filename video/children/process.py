@@ -19,7 +19,7 @@ _FORK_S = 10.0
 _MAX_READY_BYTES = 256
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; "
-    "from epd.video.children.server import main; main({memory}, decodes_video={video})"
+    "from epd.video.children.server import main; main({memory}, decodes_video={video}, opens_gpu={gpu})"
 )
 # All that children find in their environment: no key, no token.
 _ENVIRONMENT = {
@@ -30,6 +30,8 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }
+# What those that open a GPU find besides, if it says anything: Ray empties the first for workers without one.
+_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "LD_LIBRARY_PATH")
 
 
 @dataclass(slots=True, eq=False)
@@ -80,9 +82,9 @@ class ChildServer:
     walls: around each child, see `epd.video.children.walls`; none before it has started
     """
 
-    def __init__(self, memory_bytes: int, *, decodes_video: bool) -> None:
+    def __init__(self, memory_bytes: int, *, decodes_video: bool, opens_gpu: bool = False) -> None:
         self._memory_bytes = memory_bytes
-        self._decodes_video = decodes_video
+        self._decodes_video, self._opens_gpu = decodes_video, opens_gpu
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -113,7 +115,10 @@ class ChildServer:
     def _start(self) -> socket.socket:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [os.path.abspath(each) for each in sys.path if each]
-        boot = _BOOT.format(path=path, memory=self._memory_bytes, video=self._decodes_video)
+        boot = _BOOT.format(
+            path=path, memory=self._memory_bytes, video=self._decodes_video, gpu=self._opens_gpu
+        )
+        of_gpus = {name: os.environ[name] for name in _OF_GPUS if self._opens_gpu and os.environ.get(name)}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", boot],
@@ -121,7 +126,7 @@ class ChildServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env=_ENVIRONMENT,
+                env=_ENVIRONMENT | of_gpus,
                 start_new_session=True,
             )
         self._control = control

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from epd.video.children.wire import (
 from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image
 from epd.video.containers.look import look
+from epd.video.decoding.device import VideoDevice
 from epd.video.decoding.pixels import exact_resize
 from epd.video.decoding.pool import num_decode_threads
 from epd.video.decoding.stream import GroupStream, stream
@@ -52,14 +54,17 @@ _MAX_OPEN_FILES = 64
 _MAX_COMMAND_BYTES = 16
 
 
-def main(memory_bytes: int, *, decodes_video: bool) -> None:
-    """Forks children until stdin, a SOCK_SEQPACKET socket, is closed. memory_bytes: that a child may add."""
+def main(memory_bytes: int, *, decodes_video: bool, opens_gpu: bool) -> None:
+    """Forks children until stdin, a SOCK_SEQPACKET socket, is closed.
+
+    memory_bytes: that a child may add. opens_gpu: whether it may reach one, and is less walled for that.
+    """
     prepare(decodes_video=decodes_video)
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=0)
     children: set[int] = set()
-    walls = Walls()
+    walls = Walls(opens_gpu=opens_gpu)
     control.send(READY + _tried(walls))
     try:
         _serve(control, children, walls, memory_bytes)
@@ -111,7 +116,7 @@ def _become_child(job: socket.socket, walls: Walls, memory_bytes: int) -> None:
     """Does jobs within limits, then ends the process. Never returns."""
     code = 1
     try:
-        _limit(memory_bytes)
+        _limit(None if walls.opens_gpu else memory_bytes)
         walls.enter()
         libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # now: the walls take back what was asked
         do_jobs(job)
@@ -120,17 +125,16 @@ def _become_child(job: socket.socket, walls: Walls, memory_bytes: int) -> None:
         os._exit(code)  # nothing of the server's may run here
 
 
-def _limit(memory_bytes: int) -> None:
+def _limit(memory_bytes: int | None) -> None:
+    """Limits memory and files; None: neither, as CUDA takes far more addresses and files than it uses."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    most = _address_space_bytes() + memory_bytes
-    for kind, limit in (
-        (resource.RLIMIT_AS, most),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
-    ):
+    limits = {resource.RLIMIT_CORE: 0}
+    if memory_bytes is not None:
+        limits[resource.RLIMIT_AS] = _address_space_bytes() + memory_bytes
+        limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NOFILE: _MAX_OPEN_FILES}
+    for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
 
 
@@ -212,11 +216,18 @@ def _stream(job: socket.socket, media: Media, header: Header) -> None:
         (height, width),
         group_sizes=header["group_sizes"],
         background=_background(header),
+        device=_device(header["device"]),
     ) as groups:
         send(job, {"opened": True})
         while _is_asked_on(job):
             _send_group(job, groups)
         send(job, {"ended": True})
+
+
+@cache
+def _device(name: str | None) -> VideoDevice | None:
+    """Returns the GPU of this process, which leaves nothing to the CPU: other children have more walls."""
+    return None if name is None else VideoDevice(name, is_alone=True)
 
 
 def _is_asked_on(job: socket.socket) -> bool:

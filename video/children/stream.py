@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from epd.errors import CancelledError
+from epd.errors import CancelledError, MediaError, UnavailableError
 from epd.types import Frames
 from epd.video.children.children import MediaChildren, attempted_twice, ended, nonsense
 from epd.video.children.process import Child
@@ -23,6 +23,7 @@ class ChildStream:
         read           read                 (child taken away)   read: another child, from group 2 on
         | group 0 |----| group 1 |--- parked ---x                | group 2 |
 
+    What children with a GPU do not give comes from spare ones, from that group on.
     For one reader at a time; `close` may come from any thread.
     """
 
@@ -34,9 +35,10 @@ class ChildStream:
         times_s: Sequence[float],
         size: Size,
         group_sizes: Sequence[int],
+        spare: MediaChildren | None = None,
     ) -> None:
-        """Takes over the file. See `video.stream`."""
-        self._children = children
+        """Takes over the file. See `video.stream`. spare: read on whatever becomes of `children`."""
+        self._children, self._spare = children, spare
         self._file = file
         self._name = name
         self._times_s = tuple(times_s)
@@ -47,8 +49,26 @@ class ChildStream:
         self._child: Child | None = None  # while it is being read
         self._is_closed = False
 
+    @property
+    def children(self) -> MediaChildren:
+        """Those that read it now."""
+        return self._children
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def read(self) -> Frames:
         """Returns the next group. Raises MediaError, UnavailableError, CancelledError."""
+        if self._spare is not None:
+            try:
+                frames = self._read()
+                self._children.note(None)
+                return frames
+            except (MediaError, UnavailableError) as error:
+                self._children.note(error)
+                with self._lock:
+                    self._children, self._spare = self._spare, None
         return attempted_twice(self._read)
 
     def _read(self) -> Frames:
@@ -88,6 +108,7 @@ class ChildStream:
             "size": self._size,
             "group_sizes": self._group_sizes[self._index :],
             "background": self._children.background,
+            "device": self._children.device,
         }
         self._hold(child)
         try:

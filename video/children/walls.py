@@ -158,9 +158,10 @@ def libc() -> ctypes.CDLL:
 class Walls:
     """Prepares the walls in the process that forks children, and puts them up in a child."""
 
-    def __init__(self) -> None:
-        self._libc = libc()
-        self._ruleset = _landlock_ruleset(self._libc)
+    def __init__(self, *, opens_gpu: bool = False) -> None:
+        """opens_gpu: whether a child needs a driver's files and calls, which landlock and seccomp deny."""
+        self._libc, self.opens_gpu = libc(), opens_gpu
+        self._ruleset = -1 if opens_gpu else _landlock_ruleset(self._libc)
 
     def enter(self) -> tuple[str, ...]:
         """Puts up all walls that the kernel has around this process, for good. Returns their names.
@@ -178,7 +179,7 @@ class Walls:
             NETWORK: has_network,
             PRIVILEGES: has_privileges,
             LANDLOCK: has_landlock,
-            SECCOMP: deny_system_calls(system),
+            SECCOMP: not self.opens_gpu and deny_system_calls(system),
         }
         return tuple(wall for wall in WALLS if stands[wall])
 

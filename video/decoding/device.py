@@ -22,7 +22,7 @@ import av.error
 from av.codec.hwaccel import HWAccel
 from av.video.frame import VideoFrame
 
-from epd.errors import MediaError, UnavailableError
+from epd.errors import MediaError, UnavailableError, UnsupportedMediaError
 from epd.late_module import LateModule
 from epd.types import UInt8Array
 from epd.video.containers.info import VideoInfo
@@ -44,8 +44,8 @@ _FORMATS = {
 }
 # Of libavcodec, where the GPU or its driver fails; damage is another.
 _FAILURES = (av.error.ExternalError, av.error.UnknownError, MemoryError)
-# Failures in a row after which a device is left alone, until the process is started again.
-_MAX_FAILURES = 3
+# Failures in a row after which a device is left alone, until the process that counts is started again.
+MAX_FAILURES = 3
 # Shares of red and blue in luma, by the matrix's number (ITU-T H.273); BT.601 where a stream has none.
 _LUMA_SHARES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 7: (0.212, 0.087), 9: (0.2627, 0.0593)}
 _BT601 = (0.299, 0.114)
@@ -61,24 +61,28 @@ class VideoDevice:
 
     name: torch's, such as "cuda:1".
     num_sessions: decoders at work on one video; each takes some 100 MB of the device's memory at 1080p.
+    is_alone: whether what it cannot decode is an error, and not the CPU's.
     num_frames: that it gave. num_failures: videos that it began and the CPU had to end.
     """
 
-    def __init__(self, name: str = "cuda", num_sessions: int = 4) -> None:
+    def __init__(self, name: str = "cuda", num_sessions: int = 4, *, is_alone: bool = False) -> None:
         """Opens nothing yet."""
-        self.name, self.num_sessions = name, num_sessions
+        self.name, self.num_sessions, self.is_alone = name, num_sessions, is_alone
         self.num_frames = self.num_failures = self._num_in_a_row = 0
-        self._said: set[str] = set()
+        self._has_said = False
         self._lock = threading.Lock()
 
     def takes(self, info: VideoInfo) -> bool:
-        """Returns whether to decode a video here: it is of a kind that NVDEC knows, and the device works."""
+        """Returns whether to decode a video here: it is of a kind that NVDEC knows, and the device works.
+
+        Raises UnsupportedMediaError for others if it is alone.
+        """
         is_even = info.width % 2 == info.height % 2 == 0
-        if not is_even or info.pixel_format not in _FORMATS.get(info.codec, ()):
+        is_known = is_even and info.pixel_format in _FORMATS.get(info.codec, ())
+        if not is_known:
             kind = f"{info.codec} of {info.pixel_format} pixels and {info.width} x {info.height}"
-            self._say_once(info.codec, f"{self.name} decodes no {kind}")
-            return False
-        return self._num_in_a_row < _MAX_FAILURES
+            self.leave(f"{self.name} decodes no {kind}")
+        return is_known and self._num_in_a_row < MAX_FAILURES
 
     def open(self, media: Media, open_timeout_s: float) -> OpenVideo:
         """Opens a video whose frames stay on the device, in the context that torch has for it.
@@ -120,10 +124,13 @@ class VideoDevice:
         self._num_in_a_row = 0 if failure is None else self._num_in_a_row + 1
         self.num_failures += failure is not None
 
-    def _say_once(self, codec: str, what: str) -> None:
-        if codec not in self._said:
-            self._said.add(codec)
-            logger.warning("%s; the CPU decodes in its place", what)
+    def leave(self, what: str) -> None:
+        """Leaves a video to the CPU, and says so once. Raises UnsupportedMediaError if it is alone."""
+        if self.is_alone:
+            raise UnsupportedMediaError(f"{what}; allowed: 4:2:0 of even sides; decode it on the CPU")
+        if not self._has_said:
+            logger.warning("%s; the CPU decodes it, and all that is alike", what)
+        self._has_said = True
 
 
 @contextmanager
@@ -154,10 +161,12 @@ class DeviceConverter(FrameConverter):
         """Returns what `FrameConverter.convert` does. Raises DeviceFailedError."""
         with failing_as(f"{self._device.name} converts no frame"):
             planes = self._device.planes(frame)
-            if planes is None:
-                return super().convert(frame)
-            self._device.count_frame()
-            matrix = self._matrix_of(frame)
+        if planes is None:
+            self._device.leave(f"{self._device.name} gives no frame of its own")
+            return super().convert(frame)
+        self._device.count_frame()
+        matrix = self._matrix_of(frame)
+        with failing_as(f"{self._device.name} converts no frame"):
             rgb = rgb_of(frame, *planes)
             size = None if self._size is None else stored_size(self._size, matrix)
             pixels: UInt8Array = resized(rgb, size, is_turned=is_transposed(matrix)).cpu().numpy()

@@ -153,7 +153,7 @@ class DeviceRun:
         try:
             group = self._run.next_group()
         except (DeviceFailedError, CorruptMediaError) as error:
-            if self._device is None:
+            if self._device is None or self._device.is_alone:
                 raise
             self._leave(error)
             self._go_on()

@@ -28,7 +28,7 @@ from epd.errors import (
     UnsupportedMediaError,
 )
 from epd.models import embedded_model_path
-from epd.serve_app.media.frame_reader import ImagePlanner
+from epd.serve_app.media.image_planner import ImagePlanner
 from epd.serve_app.media.media_spool import FetchedFile, SpoolLimits
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.media_messages import (
@@ -361,7 +361,7 @@ class SlowImages:
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images keep their size."""
     monkeypatch.setattr(
-        "epd.serve_app.media.frame_reader.plan_pixels",
+        "epd.serve_app.media.image_planner.plan_pixels",
         lambda _, path, image, __: PlannedMedia(path, PLAN, torch.from_numpy(image)[None]),
     )
 
@@ -388,7 +388,7 @@ def test_sixteen_images_hold_up_no_other_request(named: Callable[[str, int], lis
 def test_memory_of_images_has_a_budget(
     monkeypatch: pytest.MonkeyPatch, named: Callable[[str, int], list[FetchedFile]]
 ) -> None:
-    monkeypatch.setattr("epd.serve_app.media.frame_reader._MAX_PIXEL_BYTES", 3 * 8 * 8 * 3)
+    monkeypatch.setattr("epd.serve_app.media.image_planner._MAX_PIXEL_BYTES", 3 * 8 * 8 * 3)
 
     async def run() -> None:
         images = ImagePlanner(embedded_model_path(), SlowImages(), num_threads=2)

@@ -19,10 +19,11 @@ from epd.types import Frames
 from epd.video.decoding.device import DeviceFailedError, VideoDevice, rgb_of
 from epd.video.decoding.segment import Feed, Stamp
 from epd.video.decoding.session import DecoderSession
-from epd.video.sources.source import Media, OpenVideo, open_video
+from epd.video.sources.source import Media, OpenVideo
 from tests.video.conftest import Clip
 from tests.video.recipes import picture
-from tests.video.util import assert_same_frames
+from tests.video.twin_device import open_here, planes_here
+from tests.video.util import assert_same_frames, psnr_db
 
 SIZE = (40, 56)
 TIMES_S = [0.005 + index / 12 for index in range(23)]
@@ -38,32 +39,20 @@ class Twin(VideoDevice):
         super().__init__("twin", num_sessions=2)
         self.fails_at, self.num_taken = fails_at, 0
 
-    def open(self, media: Media, open_timeout_s: float) -> OpenVideo:
-        return open_video(media, open_timeout_s=open_timeout_s)
+    open = open_here
 
     def planes(self, frame: VideoFrame) -> tuple[torch.Tensor, torch.Tensor] | None:
         self.num_taken += 1
         if self.fails_at is not None and self.num_taken > self.fails_at:
             raise RuntimeError("an illegal memory access was encountered")
-        return _planes(frame)
-
-
-def _planes(frame: VideoFrame) -> tuple[torch.Tensor, torch.Tensor]:
-    is_deep = frame.format.components[0].bits > 8
-    luma, chroma = frame.reformat(format="p010le" if is_deep else "nv12").planes
-    return torch.from_dlpack(luma.__dlpack__()), torch.from_dlpack(chroma.__dlpack__())
-
-
-def _psnr(got: np.ndarray, truth: np.ndarray) -> float:
-    error = np.mean((got.astype(np.float64) - truth) ** 2)
-    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
+        return planes_here(self, frame)
 
 
 def _assert_close(got: Frames, truth: Frames, psnr: float) -> None:
     assert got.data.shape == truth.data.shape
     assert np.array_equal(got.pts_s, truth.pts_s)
     assert got.num_substituted == 0
-    assert _psnr(got.data, truth.data) >= psnr
+    assert psnr_db(got.data, truth.data) >= psnr
 
 
 @pytest.mark.parametrize(
@@ -90,7 +79,7 @@ def test_matrix_and_range_are_the_streams(matrix: int, colour_range: int) -> Non
     frame = VideoFrame.from_ndarray(picture(3, 64, 48), "rgb24").reformat(format="yuv420p")
     frame.colorspace, frame.color_range = matrix, colour_range
     truth = frame.reformat(format="rgb24", interpolation="BILINEAR").to_ndarray()
-    got = rgb_of(frame, *_planes(frame)).permute(1, 2, 0).numpy()
+    got = rgb_of(frame, *planes_here(VideoDevice(), frame)).permute(1, 2, 0).numpy()
     assert np.abs(got - truth).max() <= 1
 
 
@@ -102,7 +91,7 @@ def test_what_the_device_does_not_decode_is_the_cpus_and_said_once(
         assert_same_frames(video.decode(clip("odd_size.mp4"), TIMES_S, SIZE, device=device), truth)
     assert device.num_frames == 0
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "twin decodes no h264 of yuv444p pixels and 131 x 97; the CPU decodes in its place"
+        "twin decodes no h264 of yuv444p pixels and 131 x 97; the CPU decodes it, and all that is alike"
     ]
 
 
