@@ -204,7 +204,7 @@ def test_the_header_of_the_client_reaches_the_trace(run_front: Callable[..., Fro
     sink.go.set()
     seen: list[RequestTrace] = []
     sink.write = seen.append  # type: ignore[method-assign]
-    front.server.front.tracing = Tracing([sink])
+    front.server.front.tracing, front.server.front.is_traced = Tracing([sink]), True
     front.http.post("/v1/chat/completions", json={}, headers={"traceparent": PARENT})
     wait_until(lambda: len(seen) == 1)
     assert (seen[0].traceparent, seen[0].error) == (PARENT, "RequestError")
