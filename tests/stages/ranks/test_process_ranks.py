@@ -28,7 +28,7 @@ from epd.stages.rank import Rank
 from epd.stages.ranks.communicator import EXCHANGE_S, Communicator
 from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from tests.colocated import ColocatedPipeline
-from tests.stages.ranks.thread_ranks import recorded
+from tests.stages.ranks.thread_ranks import Meeting, ThreadCommunicator, recorded
 
 LATE_S = 1.0
 # Of the largest logit: sums are taken in another order.
@@ -185,6 +185,29 @@ def test_a_sum_has_the_same_bits_at_all_ranks(tmp_path: Path) -> None:
         first, *others = threads.map(sums, range(size))
     for other in others:
         assert all(torch.equal(one, another) for one, another in zip(first, other, strict=True))
+
+
+def test_threads_exchange_what_gloo_does(tmp_path: Path) -> None:
+    """Most tests of ranks are of threads without gloo. Whole numbers have one sum, whatever their order."""
+    size, meeting = 3, Meeting(3)
+
+    def exchanged(index: int, ranks: Communicator) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        summed, shared, mine = torch.randint(1000, (3, 5, 7), generator=draw).float().unbind()
+        ranks.add_up(summed)
+        ranks.share(shared)
+        return [summed, shared, *ranks.gather(mine)]
+
+    def both(index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rank = Rank(index, size)
+        over_gloo = Communicator(rank, tmp_path / "meeting", torch.device("cpu"))
+        return exchanged(index, over_gloo), exchanged(index, ThreadCommunicator(rank, meeting))
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(both, range(size)))
+    assert [len(over_gloo) for over_gloo, _ in found] == [2 + size, 2, 2]
+    for over_gloo, by_threads in found:
+        assert [each.tolist() for each in by_threads] == [each.tolist() for each in over_gloo]
 
 
 def test_gpus_follow_each_other_and_meet_over_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def pair(
     adapter, whole = load_adapter(path), load_role(path, "whole", CPU_FLOAT32).model
     cut = partial(cut_model, rank=Rank(0, 2))
     part = load_role(path, "whole", CPU_FLOAT32, cut=cut).model
-    ranks = ThreadRanks(path, tmp_path_factory.mktemp("ranks"))
+    ranks = ThreadRanks(path, gloo_folder=tmp_path_factory.mktemp("ranks"))
     mix: list[list[str]] = [[], ["image"], ["video"], ["wide_image", "image"]]
     sampling = FrameSampling(num_frames=4)
     prompts = {

@@ -32,7 +32,7 @@ def ranked(
 ) -> Iterator[Ranked]:
     name, folder = request.param, tmp_path_factory.mktemp("ranks")
     path = BUILDERS_HERE[name](folder / name, **_OPTIONS.get(name, {}))
-    groups = [group_of(path, tmp_path_factory.mktemp("meeting")) for _ in range(2)]
+    groups = [group_of(path) for _ in range(2)]
     yield Ranked(make(name, path, media), (groups[0], groups[1]))
     for group in groups:
         group.ranks.close()

@@ -52,10 +52,9 @@ class Group:
         return engine.pools
 
 
-def group_of(path: Path, folder: Path, size: int = 2) -> Group:
-    """folder: an empty one, where its ranks meet."""
+def group_of(path: Path, size: int = 2) -> Group:
     part = load_role(path, "language", CPU_FLOAT32, cut=partial(cut_model, rank=Rank(0, size))).model
-    return Group(part, ThreadRanks(path, folder, size))
+    return Group(part, ThreadRanks(path, size))
 
 
 @dataclass
@@ -94,14 +93,11 @@ class Ranked:
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def ranked(
-    request: pytest.FixtureRequest,
-    checkpoints: dict[str, Path],
-    subjects: Callable[[str], Subject],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path], subjects: Callable[[str], Subject]
 ) -> Iterator[Ranked]:
     """Two are enough, with and without deepstack features."""
     path = checkpoints[request.param]
-    groups = [group_of(path, tmp_path_factory.mktemp("ranks")) for _ in range(2)]
+    groups = [group_of(path) for _ in range(2)]
     yield Ranked(subjects(request.param), (groups[0], groups[1]))
     for group in groups:
         group.ranks.close()
@@ -119,7 +115,7 @@ def test_tokens_equal_generate_whatever_the_sizes(ranked: Ranked, sizes: tuple[i
 def uneven(media: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
     """Groups of two and of four ranks, which have a head each."""
     path = build_qwen2_5_vl(tmp_path_factory.mktemp("uneven") / "model", num_key_value_heads=4)
-    two, four = (group_of(path, tmp_path_factory.mktemp("ranks"), size) for size in (2, 4))
+    two, four = (group_of(path, size) for size in (2, 4))
     yield Ranked(make("uneven", path, media), (two, four))
     for group in (two, four):
         group.ranks.close()

@@ -1,14 +1,20 @@
-"""Ranks in one process: the others are threads that do what their processes would do, over real gloo."""
+"""Ranks in one process: the others are threads that do what their processes would do.
+
+They exchange tensors within the process, at a twelfth of gloo's CPU time. Over real gloo:
+`tests/stages/ranks/test_ranked_engine.py`; in processes, and both kinds of exchanges side by side:
+`tests/stages/ranks/test_process_ranks.py`.
+"""
 
 from __future__ import annotations
 
 import pickle
 import queue
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,36 +27,97 @@ from epd.stages.ranks.group import Follower, FollowerSettings
 END_S = 60.0
 
 
-class _Other:
-    """Another rank, on a thread."""
+class Meeting:
+    """Where the threads of a group hand tensors to each other."""
 
-    def __init__(self, path: Path, meeting: Path, rank: Rank) -> None:
-        settings = FollowerSettings(path, CPU_FLOAT32, rank, meeting, torch.get_num_threads())
+    def __init__(self, size: int) -> None:
+        self._brought: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=END_S)
+
+    @contextmanager
+    def exchange(self, index: int, tensor: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """What all ranks bring, unchanged until all have left. Raises RuntimeError if one is late."""
+        self._brought[index] = tensor
+        self._barrier.wait()
+        brought = list(self._brought)
+        yield brought
+        self._barrier.wait()
+
+
+class ThreadGroup:
+    """Does what a process group of torch.distributed does for a `Communicator`, and is done at once."""
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        self._meeting, self._index = meeting, index
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        with self._meeting.exchange(self._index, tensors[0]) as brought:
+            total = reduce(torch.add, brought)
+        tensors[0].copy_(total)
+        return _DONE
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        with self._meeting.exchange(self._index, tensors[0]) as brought:
+            if self._index != options.rootRank:
+                tensors[0].copy_(brought[options.rootRank])
+        return _DONE
+
+    def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], _options: Any) -> Any:
+        with self._meeting.exchange(self._index, tensors[0]) as brought:
+            for to, one in zip(outputs[0] if outputs else (), brought, strict=bool(outputs)):
+                to.copy_(one)
+        return _DONE
+
+
+_DONE = SimpleNamespace(wait=lambda: None)
+
+
+class ThreadCommunicator(Communicator):
+    """Connects one rank to the threads of the others."""
+
+    def __init__(self, rank: Rank, meeting: Meeting) -> None:
+        self.rank, self._device = rank, torch.device("cpu")
+        self._group = ThreadGroup(meeting, rank.index)
+
+
+class _Other:
+    """Another rank, on a thread. meeting: a file where it connects itself, over gloo, or of threads."""
+
+    def __init__(self, path: Path, meeting: Path | Meeting, rank: Rank) -> None:
+        file = meeting if isinstance(meeting, Path) else Path()
+        settings = FollowerSettings(path, CPU_FLOAT32, rank, file, torch.get_num_threads())
         self.told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.follower = Follower(settings)
+        if isinstance(meeting, Meeting):
+            self.follower._ranks = ThreadCommunicator(rank, meeting)
         self.thread = threading.Thread(target=self._follow, daemon=True)
 
     def _follow(self) -> None:
-        self.follower.connect()
+        if self.follower._ranks is None:
+            self.follower.connect()
         while (step := self.told.get()) is not None:
             reply = self.follower.carry_out(pickle.loads(step))
             if reply is not None:
                 self.replies.put(pickle.dumps(reply))
 
 
-class ThreadRanks(Communicator):
+class ThreadRanks(ThreadCommunicator):
     """Rank 0. follower: rank 1, followers: all others. steps: all that they were told, by type."""
 
-    def __init__(self, path: Path, folder: Path, size: int = 2) -> None:
-        meeting = folder / "meeting"
+    def __init__(self, path: Path, size: int = 2, *, gloo_folder: Path | None = None) -> None:
+        """gloo_folder: an empty one, where ranks meet that exchange over gloo."""
+        meeting = Meeting(size) if gloo_folder is None else gloo_folder / "meeting"
         self.steps: list[str] = []
         self._others = [_Other(path, meeting, Rank(index, size)) for index in range(1, size)]
         self.followers = [each.follower for each in self._others]
         self.follower = self.followers[0]
         for each in self._others:
             each.thread.start()
-        super().__init__(Rank(0, size), meeting, torch.device("cpu"))
+        if isinstance(meeting, Meeting):
+            super().__init__(Rank(0, size), meeting)
+        else:
+            Communicator.__init__(self, Rank(0, size), meeting, torch.device("cpu"))
 
     def tell(self, step: object) -> None:
         self.steps.append(type(step).__name__)
@@ -83,8 +150,7 @@ class StartedThreadRanks(ThreadRanks):
 
     def connect(self) -> None:
         """Loads the other rank's part now: in one process, models are loaded one after the other."""
-        with tempfile.TemporaryDirectory(prefix="epd-ranks-") as folder:
-            super().__init__(self._path, Path(folder))
+        super().__init__(self._path)
 
     def check(self) -> None: ...
 

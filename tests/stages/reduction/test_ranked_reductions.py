@@ -44,11 +44,9 @@ def mix(
 
 
 @pytest.fixture(scope="module")
-def ranked(
-    model: Any, pipeline: ColocatedPipeline, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranked]:
+def ranked(model: Any, pipeline: ColocatedPipeline) -> Iterator[Ranked]:
     """The embedded model in one process, and in two groups of two ranks."""
-    groups = [group_of(embedded_model_path(), tmp_path_factory.mktemp("ranks")) for _ in range(2)]
+    groups = [group_of(embedded_model_path()) for _ in range(2)]
     subject: Any = SimpleNamespace(
         model=model, adapter=pipeline.adapter, settings=GenerationSettings(eos_ids=frozenset())
     )
