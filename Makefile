@@ -57,7 +57,7 @@ explore: $(STAMP) ## property tests with examples that were never drawn before
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m hypothesis
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
-	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py tests/test_works_with.py tests/serve_app/local/test_bad_lines.py -o timeout=1800
+	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_grown_bodies.py tests/serve_app/http/test_openapi.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py tests/test_works_with.py tests/serve_app/local/test_bad_lines.py -o timeout=1800
 
 SEEDS ?= 1000
 SEED_PROCESSES ?= 1
