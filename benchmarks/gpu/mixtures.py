@@ -43,7 +43,8 @@ def products_of_experts(setup: Setup, dtype: torch.dtype) -> Iterator[tuple[str,
     """
     for name, *sizes in setup.sizes.mixtures:
         experts, num_experts = _drawn(setup, dtype, *sizes[:3]), sizes[0]
-        experts.gate_up[-1], experts.down[-1] = torch.nan, torch.nan
+        for matrices in _matrices(experts):
+            matrices[-1] = torch.nan
         for num_rows in setup.sizes.checked_expert_rows:
             rows = _random(setup, dtype, num_rows, sizes[1])
             scores = torch.rand(num_rows, num_experts, device=rows.device)
@@ -56,13 +57,21 @@ def products_of_experts(setup: Setup, dtype: torch.dtype) -> Iterator[tuple[str,
 
 def _one_by_one(rows: Tensor, experts: Experts, chosen: Tensor, weights: Tensor) -> Tensor:
     """Computes [T, C] on a CPU, in float64."""
+    gate_up, down = _matrices(experts)
     added = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
     for number in chosen.unique().tolist():
         row, place = (chosen == number).nonzero(as_tuple=True)
-        gate, up = (rows[row].double() @ experts.gate_up[number].double().t()).chunk(2, dim=-1)
-        found = (silu(gate) * up) @ experts.down[number].double().t()
+        gate, up = (rows[row].double() @ gate_up[number].double().t()).chunk(2, dim=-1)
+        found = (silu(gate) * up) @ down[number].double().t()
         added.index_add_(0, row, found * weights[row, place, None].double())
     return added.cpu()
+
+
+def _matrices(experts: Experts) -> tuple[Tensor, Tensor]:
+    """Returns those of experts that are not quantised."""
+    assert isinstance(experts.gate_up, Tensor)
+    assert isinstance(experts.down, Tensor)
+    return experts.gate_up, experts.down
 
 
 def experts(setup: Setup) -> Iterator[Row]:

@@ -193,7 +193,7 @@ def _down_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and n
 
 def experts_fused(
     rows: Tensor,
-    matrices: tuple[Tensor, Tensor] | tuple[Fp8Matrices, Fp8Matrices],
+    matrices: tuple[Tensor | Fp8Matrices, Tensor | Fp8Matrices],
     chosen: Tensor,
     weights: Tensor,
     *,
@@ -201,7 +201,7 @@ def experts_fused(
 ) -> Tensor:
     """Returns [T, C] of rows [T, C] as `experts_plain` does, its twin. Nothing waits for the device.
 
-    matrices: gate and up [E, 2 I, C], and down [E, C, I], each in one piece.
+    matrices: gate and up [E, 2 I, C], and down [E, C, I], each in one piece; both in FP8, or none.
     Raises ValueError for others, such as those of files that have them turned: see `in_layout`.
     """
     (gate_up, *of_gate_up), (down, *of_down) = map(_read, matrices)
@@ -213,7 +213,8 @@ def experts_fused(
     hidden, added = rows.new_empty(num_pairs, width), rows.new_empty(*chosen.shape, num_out)
     if num_pairs:
         order, tiles = _arranged(chosen.contiguous(), num_experts, tile)
-        options = {"IS_FP8": is_fp8, "UPCAST": not rows.is_cuda}  # the interpreter multiplies no bfloat16
+        # The interpreter multiplies no bfloat16.
+        options: dict[str, int] = {"IS_FP8": is_fp8, "UPCAST": not rows.is_cuda}
         options |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k}
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         # Two matrices that are dequantised at once, of 64 outputs each, spill on sm_80.
