@@ -143,6 +143,9 @@ def decode(setup: Setup) -> Iterator[Row]:
         for runs_ahead in (False, True):
             yield _decode_step(setup, model, batch, setup.sizes.step_context, runs_ahead=runs_ahead)
     yield _decode_step(setup, model, 1, setup.sizes.decode_contexts[-1], runs_ahead=True)
+    for chunk in setup.sizes.mixed_tokens:
+        for runs_ahead in (False, True):
+            yield _step_beside(setup, model, setup.sizes.decode_batches[1], chunk, runs_ahead=runs_ahead)
 
 
 def _decode_pass(setup: Setup, model: Any, batch: int, context: int) -> Row:
@@ -179,24 +182,44 @@ def _decode_step(setup: Setup, model: Any, batch: int, context: int, *, runs_ahe
     return {"what": what, "requests": batch, "context": context, **_times(seconds, batch, read)}
 
 
+def _step_beside(setup: Setup, model: Any, batch: int, chunk: int, *, runs_ahead: bool) -> Row:
+    """Steps with so many tokens of a prompt beside decodes."""
+    context = setup.sizes.step_context
+    seconds = step_s(setup, model, setup.adapter, batch, context, chunk=chunk, runs_ahead=runs_ahead)
+    what = f"engine step beside {chunk} of a prompt" + (", run ahead" if runs_ahead else "")
+    read = _language_bytes(model) + batch * context * kv_bytes_per_token(model)
+    return {"what": what, "requests": batch, "context": context, **_times(seconds, batch, read)}
+
+
 def step_s(
-    setup: Setup, model: Any, adapter: Adapter, batch: int, context: int, *, runs_ahead: bool
+    setup: Setup, model: Any, adapter: Adapter, batch: int, context: int, *, runs_ahead: bool, chunk: int = 0
 ) -> float:
-    """Returns the seconds of a step of an engine, with one more token for each of `batch` requests."""
-    room = batch * (context + 8 * _BLOCK_SIZE)
+    """Returns the seconds of a step of an engine, with one more token for each of `batch` requests.
+
+    chunk: tokens of a prompt in each step.
+    """
+    num_beside = (setup.sizes.repeats + 2) * _STEPS * chunk
+    room = batch * (context + 8 * _BLOCK_SIZE) + num_beside + 8 * _BLOCK_SIZE
+    limits = {"max_chunk_tokens": chunk} if chunk else {}
     engine = build_engine(
         model,
         adapter,
         GenerationSettings(frozenset()),
-        config=SchedulerConfig(max_num_seqs=batch),
+        config=SchedulerConfig(max_num_seqs=batch + bool(chunk), **limits),
         options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead),
     )
-    for number in range(batch):
-        prompt = adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
+
+    def add(number: int, num_tokens: int) -> None:
+        prompt = adapter.plan_prompt([], str(number % 10) * num_tokens)
         sampling = SamplingParams(max_tokens=6 * _BLOCK_SIZE, ignore_eos=True)
         engine.add(GenerateRequest(f"r{number}", prompt, prompt_identity(prompt, []), sampling))
+
+    for number in range(batch):
+        add(number, max(1, context - 64))
     with torch.inference_mode():
         _prefill_all(engine, batch)
+        if chunk:
+            add(batch, num_beside)
         return setup.seconds(lambda: [engine.step() for _ in range(_STEPS)]) / _STEPS
 
 

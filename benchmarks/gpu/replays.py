@@ -5,7 +5,7 @@ On a CPU, where nothing can be captured, what would be is run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,13 +55,20 @@ def replays(setup: Setup) -> Iterator[Row]:
 
 
 def _equality(model: Any, adapter: Adapter, setup: Setup, batch: int) -> Row:
-    """Answers of other lengths, so that the batch gets smaller; a size of four pads three."""
+    """Answers of other lengths, so that the batch gets smaller; a size of four pads three.
+
+    Eager and in step, and replayed and ahead of what is read; prompts come in chunks beside decodes.
+    """
     found = []
-    for enforce_eager in (True, False):
-        engine, has_graphs = _engine(model, adapter, setup, 4, 1024, enforce_eager=enforce_eager)
-        _add(engine, adapter, batch, [_NUM_TOKENS - 4 * number for number in range(batch)], 16)
+    config = SchedulerConfig(setup.sizes.pass_tokens, max_num_seqs=4, max_chunk_tokens=8)
+    for is_fast in (False, True):
+        options = EngineConfig(num_kv_tokens=1024, async_scheduling=is_fast, enforce_eager=not is_fast)
+        engine, has_graphs = _engine(model, adapter, setup, config, options)
         tokens: dict[str, list[int]] = {}
-        while engine.has_work():
+        while engine.has_work() or engine.counts.num_steps == 0:
+            if engine.counts.num_steps in range(0, 4 * batch, 4):
+                number = engine.counts.num_steps // 4
+                _add(engine, adapter, [number], _NUM_TOKENS - 4 * number, 16)
             result = engine.step()
             for fault in result.faults:
                 raise fault.cause
@@ -82,11 +89,10 @@ def _speed(model: Any, setup: Setup, batch: int) -> Row:
     row: Row = {"what": "step", "requests": batch, "context": setup.sizes.step_context}
     for name, enforce_eager in (("eager ms", True), ("replayed ms", False)):
         room = batch * (setup.sizes.step_context + 16 * _BLOCK_SIZE)
-        engine, has_graphs = _engine(model, setup.adapter, setup, batch, room, enforce_eager=enforce_eager)
-        _add(engine, setup.adapter, batch, [12 * _BLOCK_SIZE] * batch, setup.sizes.step_context)
-        while sum(each.is_decoding for each in engine.scheduler.running) < batch:
-            for fault in engine.step().faults:
-                raise fault.cause
+        options = EngineConfig(num_kv_tokens=room, async_scheduling=True, enforce_eager=enforce_eager)
+        config = SchedulerConfig(setup.sizes.pass_tokens, max_num_seqs=batch)
+        engine, has_graphs = _engine(model, setup.adapter, setup, config, options)
+        _decode(engine, setup, batch)
         seconds = setup.seconds(lambda engine=engine: [engine.step() for _ in range(_STEPS)]) / _STEPS  # type: ignore[misc]
         row[name] = round(seconds * 1e3, 3)
     return row | {"captured": has_graphs, OK: has_graphs}
@@ -123,18 +129,26 @@ def _segment(num_tokens: int, num_cached: int, table: Int32Array) -> Segment:
 
 
 def _engine(
-    model: Any, adapter: Adapter, setup: Setup, max_num_seqs: int, room: int, *, enforce_eager: bool
+    model: Any, adapter: Adapter, setup: Setup, config: SchedulerConfig, options: EngineConfig
 ) -> tuple[LanguageEngine, bool]:
-    """Builds an engine that runs ahead; returns also whether its decodes were captured."""
+    """Builds an engine; returns also whether its passes were captured."""
     engine = build_engine(
         model,
         adapter,
         GenerationSettings(frozenset()),
-        config=SchedulerConfig(max_num_batched_tokens=setup.sizes.pass_tokens, max_num_seqs=max_num_seqs),
-        options=EngineConfig(num_kv_tokens=room, async_scheduling=True, enforce_eager=enforce_eager),
+        config=config,
+        options=options,
         graphs=None if setup.placement.is_cuda else _Repeats(),
     )
     return engine, engine.has_graphs
+
+
+def _decode(engine: LanguageEngine, setup: Setup, batch: int) -> None:
+    """Lets so many requests begin to decode."""
+    _add(engine, setup.adapter, range(batch), 12 * _BLOCK_SIZE, setup.sizes.step_context)
+    while sum(each.is_decoding for each in engine.scheduler.running) < batch:
+        for fault in engine.step().faults:
+            raise fault.cause
 
 
 class _Repeats:
@@ -145,8 +159,10 @@ class _Repeats:
         return run
 
 
-def _add(engine: LanguageEngine, adapter: Adapter, batch: int, lengths: list[int], context: int) -> None:
-    for number in range(batch):
+def _add(
+    engine: LanguageEngine, adapter: Adapter, numbers: Iterable[int], max_tokens: int, context: int
+) -> None:
+    for number in numbers:
         prompt = adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
-        sampling = SamplingParams(max_tokens=lengths[number], ignore_eos=True, repetition_penalty=_PENALTY)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, repetition_penalty=_PENALTY)
         engine.add(GenerateRequest(f"r{number}", prompt, prompt_identity(prompt, []), sampling))

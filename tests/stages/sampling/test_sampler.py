@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -157,6 +157,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(any_params, min_size=1, max_size=6), st.integers(0, 2**31), st.integers(0, 3))
+@example([SamplingParams(temperature=1.0, top_p=0.9)] * 4, 3, 0)
 @settings(deadline=None)
 def test_passes_that_run_ahead_choose_the_tokens_of_those_in_step(
     params: list[SamplingParams], seed: int, num_known: int
