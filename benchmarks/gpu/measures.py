@@ -181,7 +181,14 @@ def _decode_step(setup: Setup, model: Any, batch: int, context: int, *, runs_ahe
 
 
 def step_s(
-    setup: Setup, model: Any, adapter: Adapter, batch: int, context: int, *, runs_ahead: bool
+    setup: Setup,
+    model: Any,
+    adapter: Adapter,
+    batch: int,
+    context: int,
+    *,
+    runs_ahead: bool,
+    is_captured: bool = True,
 ) -> float:
     """Returns the seconds of a step of an engine, with one more token for each of `batch` requests."""
     room = batch * (context + 8 * _BLOCK_SIZE)
@@ -190,7 +197,7 @@ def step_s(
         adapter,
         GenerationSettings(frozenset()),
         config=SchedulerConfig(max_num_seqs=batch),
-        options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead),
+        options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead, enforce_eager=not is_captured),
     )
     for number in range(batch):
         prompt = adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
