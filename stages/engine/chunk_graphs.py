@@ -63,9 +63,10 @@ class _Arrays:
     walks: Any
     pieces: Any
 
-    @property
-    def of_states(self) -> DeltaWork:
-        return DeltaWork(self.steps, self.chunks, self.walks, self.pieces)
+    def states(self) -> DeltaPlan:
+        """Plans the recurrent states."""
+        work = DeltaWork(self.steps, self.chunks, self.walks, self.pieces)
+        return DeltaPlan((), self.steps.device, work)
 
     def plans(self, shape: PassShape, tables: Tensor) -> list[AttentionPlan]:
         """Plans the attention of each layer group. tables: int32 [G, S, max_blocks]."""
@@ -104,8 +105,9 @@ class _Captured:
             arrays.slots[group, :num_tokens] = batch.slot_mapping
             arrays.contexts[group, :num_seqs] = batch.context_lens
             self._list_work(group, batch)
-        runs = DeltaPlan.build(first.query_starts, packed.states, CPU).parts if packed.states else ()
-        for table, listed in zip(arrays.of_states, work_tables(runs), strict=True):
+        tables = arrays.steps, arrays.chunks, arrays.walks, arrays.pieces
+        runs = DeltaPlan.build(first.query_starts, packed.states, CPU).parts
+        for table, listed in zip(tables, work_tables(runs), strict=True):
             table[:], table[: len(listed)] = -1, listed
         bytes_into(self._memory, self._bytes)
 
@@ -152,7 +154,7 @@ class ChunkGraphs:
         self._place_tables(first)
         plans = captured.arrays.plans(self._shape, self._tables[:, : self._shape.num_segments(size)])
         hidden, out, deepstack = self._hidden[:size], self._out[:size], list(self._deepstack[:, :size])
-        states = DeltaPlan((), hidden.device, captured.arrays.of_states)
+        states = captured.arrays.states()
 
         def run() -> None:
             out.copy_(compute(hidden, captured.arrays.positions, plans, states, deepstack))

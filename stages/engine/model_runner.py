@@ -293,9 +293,7 @@ class ModelRunner:
         plans = self._plans(packed.batches, segments)
         hidden, visual = self._embedded(visual, inputs)
         following = self._following(hidden, packed, inputs)
-        starts, slots = packed.batches[0].query_starts, packed.states
-        states = DeltaPlan.build(starts, slots, self._device) if slots else None
-        caches, lora = self._caches_of(plans, states), self._lora_rows(packed)
+        caches, lora = self._caches_of(plans, self._states_of(packed)), self._lora_rows(packed)
         ids, prompt_ids = inputs.token_ids, self._prompt_ids(packed, inputs.token_ids)
         whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora, ids, prompt_ids)
         if self.draft_head is not None and following is not None:
@@ -339,6 +337,9 @@ class ModelRunner:
     def _caches_of(self, plans: Sequence[AttentionPlan], states: DeltaPlan | None) -> LayerCaches:
         """Returns the caches and the plan of each layer. plans: of each layer group."""
         return LayerCaches(self._caches, [plans[group] for group in self._groups], states)
+
+    def _states_of(self, packed: PackedPass) -> DeltaPlan:
+        return DeltaPlan.build(packed.batches[0].query_starts, packed.states, self._device)
 
     def _plans(self, batches: Sequence[AttentionBatch], segments: Sequence[Segment]) -> list[AttentionPlan]:
         ends = ends_of(segments)
