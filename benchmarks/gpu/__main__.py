@@ -50,7 +50,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "decode": GpuSection("Decoding", measures.decode, 90),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
     "experts": GpuSection("Mixtures of experts", mixtures.experts, 60),
-    "mixture_decode": GpuSection("Decoding by experts, scaled up", mixtures.mixture_decode, 120),
+    "mixture_decode": GpuSection("Decoding by experts, scaled up", mixtures.mixture_decode, 180),
     "in_fp8": GpuSection("Passes with layers in FP8", measures.in_fp8, 90),
     "encode": GpuSection("Encoding", measures.encode, 40),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),

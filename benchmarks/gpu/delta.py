@@ -13,8 +13,10 @@ from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
 from epd.encoders.device import CPU
-from epd.stages.decoder.delta_layer import DeltaSizes
+from epd.stages.decoder.delta_layer import DeltaSizes, GatedDelta
 from epd.stages.decoder.delta_rule import DeltaInputs, DeltaPlan
+from epd.stages.decoder.operations import RmsNorm
+from epd.stages.engine.graphs import CudaGraphMaker
 
 _HEADS, _SMALL = DeltaSizes(16, 32, 128, 128), DeltaSizes(2, 4, 16, 16)
 # Of the checks: a decode, a known token and two drafts, the start of a prompt, and a chunk behind others.
@@ -36,6 +38,22 @@ def rule(setup: Setup) -> Iterator[Row]:
         difference = float((one.cpu().double() - other).abs().max() / other.abs().max())
         told = {"difference": f"{difference:.1e}", "allowed": _ALLOWED, OK: difference <= _ALLOWED}
         yield {"kernel": f"delta rule, {what}", "dtype": "float32", **told}
+    yield _around(setup)
+
+
+def _around(setup: Setup) -> Row:
+    """Compares what the rule is given, tails, and the gates behind it with the twin on the CPU."""
+    device, sizes, found = setup.placement.device, _sizes(setup), []
+    rows, tails = _projected(sizes, sum(_ROWS)), torch.randn(8, 3, sizes.num_channels)
+    gates = rows[:, sizes.num_channels : sizes.num_channels + sizes.value_channels]
+    for where in (CPU, device):
+        layer, there = _layer(sizes, where), tails.to(where, copy=True)
+        inputs = layer.inputs(rows.to(where), there, _plan(_ROWS, _SLOTS, where))
+        found.append([*inputs, there, layer.gated(inputs.value.contiguous(), gates.to(where))])
+    pairs = zip(*found, strict=True)
+    difference = max(float((our.cpu() - one).abs().max() / one.abs().max()) for one, our in pairs)
+    told = {"difference": f"{difference:.1e}", "allowed": _ALLOWED, OK: difference <= _ALLOWED}
+    return {"kernel": "around the delta rule", "dtype": "float32", **told}
 
 
 def measured(setup: Setup) -> Iterator[Row]:
@@ -46,7 +64,8 @@ def measured(setup: Setup) -> Iterator[Row]:
         slots = [(each, batch + each, 0) for each in range(batch)]
         row, seconds = _times(setup, sizes, [1] * batch, slots)
         moved = 2 * batch * state_bytes
-        yield {"what": f"decode of {batch}", **row, "GB/s of states": round(moved / seconds / 1e9, 1)}
+        told = {"what": f"decode of {batch}", **row, "GB/s of states": round(moved / seconds / 1e9, 1)}
+        yield told | _layer_times(setup, sizes, slots)
     for num_runs in (1, 8):
         runs = [num_tokens // num_runs] * num_runs
         row, seconds = _times(setup, sizes, runs, [(None, each, 0) for each in range(num_runs)])
@@ -68,6 +87,38 @@ def _times(
     seconds, plain = seconds_of(plan.attend), seconds_of(plan.plain.attend)
     told = {"us": round(seconds * 1e6, 1), "plain us": round(plain * 1e6, 1)}
     return told | {"times as fast": round(plain / seconds, 2)}, seconds
+
+
+def _layer_times(setup: Setup, sizes: DeltaSizes, slots: Sequence[tuple[int | None, int, int]]) -> Row:
+    """Returns the time of a layer's decodes between its products, launched and replayed."""
+    device, dtype = setup.placement.device, setup.placement.dtype
+    layer, plan = _layer(sizes, device), _plan([1] * len(slots), slots, device)
+    rows, num_slots = _projected(sizes, len(slots)).to(device, dtype), 2 * len(slots)
+    tails = [rows.new_zeros(num_slots, 3, sizes.num_channels) for _ in range(_NUM_LAYERS)]
+    states = [(each, _states(sizes, num_slots, device)) for each in tails]
+
+    def work() -> None:
+        for each in states:
+            layer(rows, *each, plan)
+
+    with torch.inference_mode():
+        launched = setup.seconds(work) / _NUM_LAYERS
+        replay = CudaGraphMaker(device).capture(work) if setup.placement.is_cuda else work
+        replayed = setup.seconds(replay) / _NUM_LAYERS
+    return {"layer us": round(launched * 1e6, 1), "replayed us": round(replayed * 1e6, 1)}
+
+
+def _layer(sizes: DeltaSizes, device: torch.device) -> GatedDelta:
+    """Draws a layer that is given projected rows."""
+    torch.manual_seed(1)
+    filters, gates = torch.randn(4, sizes.num_channels), torch.rand(sizes.num_heads).neg()
+    norm = RmsNorm.of(torch.rand(sizes.value_dim).to(device), 1e-6)
+    return GatedDelta(sizes, lambda rows: rows, filters.to(device), gates.to(device), gates.to(device), norm)
+
+
+def _projected(sizes: DeltaSizes, num_tokens: int) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(num_tokens, sizes.num_channels + sizes.value_channels + 2 * sizes.num_heads)
 
 
 def _sizes(setup: Setup) -> DeltaSizes:

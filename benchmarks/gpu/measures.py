@@ -192,7 +192,15 @@ def _step_beside(setup: Setup, model: Any, batch: int, chunk: int, *, runs_ahead
 
 
 def step_s(
-    setup: Setup, model: Any, adapter: Adapter, batch: int, context: int, *, runs_ahead: bool, chunk: int = 0
+    setup: Setup,
+    model: Any,
+    adapter: Adapter,
+    batch: int,
+    context: int,
+    *,
+    runs_ahead: bool,
+    is_captured: bool = True,
+    chunk: int = 0,
 ) -> float:
     """Returns the seconds of a step of an engine, with one more token for each of `batch` requests.
 
@@ -206,7 +214,7 @@ def step_s(
         adapter,
         GenerationSettings(frozenset()),
         config=SchedulerConfig(max_num_seqs=batch + bool(chunk), **limits),
-        options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead),
+        options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead, enforce_eager=not is_captured),
     )
 
     def add(number: int, num_tokens: int) -> None:

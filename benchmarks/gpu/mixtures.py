@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,22 +129,30 @@ def _random(setup: Setup, dtype: torch.dtype, *shape: int) -> Tensor:
 def mixture_decode(setup: Setup) -> Iterator[Row]:
     """Engine steps of a few layers of Qwen3.6-35B-A3B with random weights, scaled up to all 40.
 
+    Passes are replayed, and for the time beside it launched as with `--enforce-eager`.
+
     The bound: bytes of the matrices that are read, of keys and values, and of states, which are written too,
     at the rate of the device's large copy. As many experts as are chosen if all are equally likely.
     """
     config, adapter = _config(setup), load_adapter(_tiny(setup))
     context, bound = setup.sizes.step_context, copy_bytes_per_s(setup)
     seconds: dict[tuple[int, int], float] = {}
+    launched: dict[tuple[int, int], float] = {}
     read: dict[tuple[int, int], float] = {}
     for num_layers in _NUM_LAYERS:
         model = _built(config, num_layers, setup)
         for batch in setup.sizes.mixture_batches:
-            found = step_s(setup, model, adapter, batch, context, runs_ahead=True)
-            seconds[num_layers, batch], read[num_layers, batch] = found, read_bytes(model, batch, context)
+            of, step = (num_layers, batch), partial(step_s, setup, model, adapter, batch, context)
+            seconds[of], launched[of] = (
+                step(runs_ahead=True, is_captured=is_captured) for is_captured in (True, False)
+            )
+            read[of] = read_bytes(model, batch, context)
         del model
         gc.collect()  # layers and engines are circles, and the next model may have no room
     for batch in setup.sizes.mixture_batches:
-        times, sizes = ([each[num, batch] for num in _NUM_LAYERS] for each in (seconds, read))
+        times, eager, sizes = (
+            [each[num, batch] for num in _NUM_LAYERS] for each in (seconds, launched, read)
+        )
         whole_s, least_s = scaled(*times), scaled(*sizes) / bound
         yield {
             "requests": batch,
@@ -153,6 +162,7 @@ def mixture_decode(setup: Setup) -> Iterator[Row]:
                 for num, each in zip(_NUM_LAYERS, times, strict=True)
             },
             "ms of 40, scaled": round(whole_s * 1e3, 3),
+            "launched": round(scaled(*eager) * 1e3, 3),
             "bound ms": round(least_s * 1e3, 3),
             "times the bound": round(whole_s / least_s, 2),
         }

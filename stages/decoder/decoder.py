@@ -133,8 +133,8 @@ class FusedDecoder:
 
     @property
     def waits(self) -> bool:
-        """Reports whether passes cannot be captured: a layer has states or a window."""
-        return any(isinstance(each, DeltaLayer) or each.is_local for each in self._layers.layers)
+        """Reports whether passes cannot be captured: a layer has a window."""
+        return any(isinstance(each, DecoderLayer) and each.is_local for each in self._layers.layers)
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""

@@ -214,8 +214,9 @@ class DeltaPlan:
     def build(
         cls, query_starts: Int32Array, states: Sequence[tuple[int | None, int, int]], device: torch.device
     ) -> DeltaPlan:
-        """Builds a plan. states: of each segment, as in `Segment`."""
-        pairs = zip(query_starts[:-1].tolist(), query_starts[1:].tolist(), states, strict=True)
+        """Builds a plan. states: of each segment, as in `Segment`; none for a model without any."""
+        starts = query_starts.tolist()
+        pairs = zip(starts[:-1], starts[1:], states, strict=bool(states))
         return cls(tuple(DeltaRun(start, stop, *slots) for start, stop, slots in pairs), device)
 
     @cached_property

@@ -6,7 +6,8 @@ where the captured pass reads them:
     tokens     | chunk of a ....... | chunk of b ... | c | d d d | padding |      c decodes, d has drafts
     segments   | a | b | c | d | of no tokens .... |
 
-Attention's work is listed for each pass, in memory for the most that such a pass can have. Rows that pad a
+The work of attention, and of recurrent states, is listed for each pass, in memory for the most that such a
+pass can have. Rows that pad a
 pass are in none of it: they write to a block that no request gets, and nobody reads them. Embeddings with
 visual tokens in their places, and the head, are launched as they are, before and behind.
 """
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor
 
 from epd.encoders import Embeddings
-from epd.encoders.device import arrays_over, arrays_to_device, bytes_into, room_bytes
+from epd.encoders.device import CPU, arrays_over, arrays_to_device, bytes_into, room_bytes
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan
 from epd.stages.attention.device import DevicePlan, FixedWork, WorkRoom, fixed_work
+from epd.stages.decoder.delta_rule import DeltaPlan, DeltaWork, work_shapes, work_tables
 from epd.stages.engine.graphs import GraphMaker, PassShape, num_columns_of, shared_runs
 from epd.stages.engine.packed_pass import PackedPass
 from epd.stages.kernels.tiles import PagedSegments
@@ -33,8 +35,9 @@ from epd.stages.kernels.tiles import PagedSegments
 # Tokens: of larger passes the device takes longer than the host takes to launch them.
 SIZES = (64, 128, 192, 256, 384, 512)
 # Makes rows [T, C] behind all layers of embedded tokens [T, C], which may be overwritten, positions, int64
-# [rows, T], plans of layer groups, and what is added behind each of the first layers, [T, C].
-ComputeRows = Callable[[Tensor, Tensor, Sequence[AttentionPlan], Sequence[Tensor]], Tensor]
+# [rows, T], plans of layer groups and of recurrent states, and what is added behind each of the first layers,
+# [T, C].
+ComputeRows = Callable[[Tensor, Tensor, Sequence[AttentionPlan], DeltaPlan, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class _Arrays:
 
     slots: int64 [G, B]. positions: int64 [rows, B]. starts: int32 [S + 1]. contexts: int32 [G, S].
     short, tall: int32 [G, I, 8]. rows: int32 [G, P]. merges: int32 [G, B, 3]. entries: int32 [G, E].
-    See `WorkList`.
+    See `WorkList`. steps, chunks, walks, pieces: see `DeltaWork`; without states they have no rows.
     """
 
     slots: Any
@@ -55,6 +58,15 @@ class _Arrays:
     rows: Any
     merges: Any
     entries: Any
+    steps: Any
+    chunks: Any
+    walks: Any
+    pieces: Any
+
+    def states(self) -> DeltaPlan:
+        """Plans the recurrent states."""
+        work = DeltaWork(self.steps, self.chunks, self.walks, self.pieces)
+        return DeltaPlan((), self.steps.device, work)
 
     def plans(self, shape: PassShape, tables: Tensor) -> list[AttentionPlan]:
         """Plans the attention of each layer group. tables: int32 [G, S, max_blocks]."""
@@ -93,6 +105,10 @@ class _Captured:
             arrays.slots[group, :num_tokens] = batch.slot_mapping
             arrays.contexts[group, :num_seqs] = batch.context_lens
             self._list_work(group, batch)
+        tables = arrays.steps, arrays.chunks, arrays.walks, arrays.pieces
+        runs = DeltaPlan.build(first.query_starts, packed.states, CPU).parts
+        for table, listed in zip(tables, work_tables(runs), strict=True):
+            table[:], table[: len(listed)] = -1, listed
         bytes_into(self._memory, self._bytes)
 
     def _list_work(self, group: int, batch: AttentionBatch) -> None:
@@ -138,9 +154,10 @@ class ChunkGraphs:
         self._place_tables(first)
         plans = captured.arrays.plans(self._shape, self._tables[:, : self._shape.num_segments(size)])
         hidden, out, deepstack = self._hidden[:size], self._out[:size], list(self._deepstack[:, :size])
+        states = captured.arrays.states()
 
         def run() -> None:
-            out.copy_(compute(hidden, captured.arrays.positions, plans, deepstack))
+            out.copy_(compute(hidden, captured.arrays.positions, plans, states, deepstack))
 
         captured.replay = maker.capture(run)
 
@@ -215,5 +232,6 @@ def _layout(shape: PassShape, size: int) -> list[Tensor]:
     wide = [(num_groups, size), (shape.num_position_rows, size)]
     narrow = [(num_segments + 1,), (num_groups, num_segments)]
     narrow += [(num_groups, *each) for each in _room(shape, size).shapes]
+    narrow += work_shapes(size, num_segments) if shape.has_states else work_shapes(0, 0)
     layout = [torch.empty(each, dtype=torch.int64, device="meta") for each in wide]
     return layout + [torch.empty(each, dtype=torch.int32, device="meta") for each in narrow]

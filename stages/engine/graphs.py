@@ -4,10 +4,11 @@ A batch is padded to the next size, and its arrays are copied to where the captu
 copy, which ends with the longest block table:
 
     batch     | request a | request b | request c | padding |
-    arrays    | slots | token ids | positions | contexts | work | blocks 0 of all | blocks 1 of all | ...
+    arrays    | slots | token ids | positions | contexts | work | states | blocks 0 of all | blocks 1 of ..
 
-Rows that pad a batch write to a block that no request gets, the last of each pool, and nobody reads them. The
-logits are copied from where the pass leaves them, since the next one may be launched before they are used.
+Rows that pad a batch write to a block that no request gets, the last of each pool, and nobody reads them.
+They have no recurrent state. The logits are copied from where the pass leaves them, since the next one may be
+launched before they are used.
 
 Each size above one is captured twice: with one reading of keys and values for each request, and with a set of
 work more for what several read together (`stages/attention/device.py`), replayed if there is any.
@@ -28,6 +29,7 @@ from epd.encoders.device import arrays_over, bytes_into, room_bytes
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan
 from epd.stages.attention.device import DeviceHeads, DevicePlan, FixedWork, WorkRoom, fixed_work
 from epd.stages.attention.pieces import SharedRun
+from epd.stages.decoder.delta_rule import DeltaPlan, DeltaWork
 from epd.stages.engine.kv_pool import KVPools
 from epd.stages.engine.packed_pass import PackedPass
 from epd.stages.kernels.tiles import PagedSegments, growth
@@ -37,8 +39,9 @@ _SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
 # Tokens for which the keys of a batch stay cut as they are: the last pieces are longer by so many.
 _LASTING = 16
 _INT32_BYTES = 4
-# Makes logits [B, V] of token ids, int64 [B], and positions, int64 [rows, B], by the plans of layer groups.
-Compute = Callable[[Tensor, Tensor, Sequence[AttentionPlan]], Tensor]
+# Makes logits [B, V] of token ids, int64 [B], and positions, int64 [rows, B], by plans of layer groups and of
+# recurrent states.
+Compute = Callable[[Tensor, Tensor, Sequence[AttentionPlan], DeltaPlan], Tensor]
 
 
 # Passes of one token of each of some requests, and any others.
@@ -105,6 +108,7 @@ class PassShape:
     max_num_seqs: of a pass. max_blocks: of a request's table.
     spare_blocks: of each layer group, the block for rows that pad a pass.
     heads: of each layer group.
+    has_states: whether layers have a recurrent state.
     """
 
     num_position_rows: int
@@ -113,6 +117,7 @@ class PassShape:
     max_blocks: int
     spare_blocks: tuple[int, ...]
     heads: tuple[DeviceHeads, ...]
+    has_states: bool
 
     @classmethod
     def of(
@@ -127,7 +132,8 @@ class PassShape:
         num_blocks = [pool.num_blocks for pool in pools.groups]
         max_blocks = min(*num_blocks, ceil_div(max_positions, pools.block_size))
         spare = tuple(number - 1 for number in num_blocks)
-        return cls(num_position_rows, pools.block_size, max_num_seqs, max_blocks, spare, tuple(heads))
+        sizes = num_position_rows, pools.block_size, max_num_seqs, max_blocks
+        return cls(*sizes, spare, tuple(heads), pools.states is not None)
 
     def room(self, size: int) -> WorkRoom:
         """Returns the room for attention's work of a batch."""
@@ -149,7 +155,7 @@ class _Arrays:
 
     slots: int64 [G, B]. token_ids: int64 [B]. positions: int64 [rows, B]. contexts: int32 [G, B].
     own, together: items, int32 [G, I, 8]. rows: int32 [G, 2 B]. merges: int32 [G, B, 3].
-    entries: int32 [G, E]. See `WorkList`.
+    entries: int32 [G, E]. See `WorkList`. steps: int32 [B, 5], see `DeltaWork`; [0, 5] without states.
     tables: int32 [max_blocks, G, B], last, so that columns that no table of the batch has need not be copied.
     """
 
@@ -162,7 +168,13 @@ class _Arrays:
     rows: Any
     merges: Any
     entries: Any
+    steps: Any
     tables: Any
+
+    def states(self) -> DeltaPlan:
+        """Plans the recurrent states, of runs of one row."""
+        chunks, walks = self.steps.new_empty(0, 2), self.steps.new_empty(0, 4)
+        return DeltaPlan((), self.steps.device, DeltaWork(self.steps, chunks, walks, self.steps))
 
     def plans(self, shape: PassShape, *, is_shared: bool) -> list[AttentionPlan]:
         """Plans the attention of each layer group. is_shared: with what is read together."""
@@ -204,6 +216,7 @@ class _HostBatch:
         self._planned: PackedPass | None = None
         self._first_context = 0
         self._arrays.token_ids[:], self._arrays.positions[:] = 0, 0
+        self._arrays.steps[:, 0], self._arrays.steps[:, 1:3] = np.arange(len(self._arrays.steps)), 1
         self._pad(0)
         self._plan([()] * len(shape.heads))
 
@@ -218,6 +231,7 @@ class _HostBatch:
         padding = slice(num_rows, max(self._num_rows, num_rows))
         self._arrays.slots[:, padding] = self._shape.spare_slots
         self._arrays.contexts[:, padding] = 1
+        self._arrays.steps[padding, 3:] = -1
         self._arrays.tables[0, :, padding] = np.array(self._shape.spare_blocks, np.int32)[:, None]
         self._num_rows = num_rows
 
@@ -234,6 +248,8 @@ class _HostBatch:
             arrays.contexts[group, :num_rows] = batch.context_lens
             columns = batch.block_tables[:, : self._num_columns].T
             arrays.tables[: len(columns), group, :num_rows] = columns
+        if packed.states:
+            arrays.steps[:num_rows, 3:] = [(-1 if old is None else old, new) for old, new, _ in packed.states]
         num_tokens = int(packed.batches[0].context_lens[0]) - self._first_context
         if packed is not self._planned or not 0 <= num_tokens < _LASTING:
             self._planned, num_tokens = packed, 0
@@ -296,13 +312,13 @@ class DecodeGraphs:
     def _capture(self, maker: GraphMaker, compute: Compute, size: int, *, is_shared: bool) -> _Captured:
         bytes_into(self._memory, self._laid_out(size).memory)
         arrays = _Arrays(*arrays_over(self._memory, _layout(self._shape, size)))
-        plans = arrays.plans(self._shape, is_shared=is_shared)
+        plans, states = arrays.plans(self._shape, is_shared=is_shared), arrays.states()
         if self._logits is None:
-            self._logits = compute(arrays.token_ids, arrays.positions, plans)
+            self._logits = compute(arrays.token_ids, arrays.positions, plans, states)
         logits = self._logits[:size]
 
         def run() -> None:
-            logits.copy_(compute(arrays.token_ids, arrays.positions, plans))
+            logits.copy_(compute(arrays.token_ids, arrays.positions, plans, states))
 
         return _Captured(arrays, plans, maker.capture(run))
 
@@ -364,6 +380,7 @@ def _layout(shape: PassShape, size: int) -> list[Tensor]:
     shapes = [
         (num_groups, size),
         *((num_groups, *each) for each in work),
+        (size if shape.has_states else 0, 5),
         (shape.max_blocks, num_groups, size),
     ]
     return layout + [torch.empty(each, dtype=torch.int32, device="meta") for each in shapes]

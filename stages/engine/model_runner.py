@@ -182,10 +182,12 @@ class ModelRunner:
         logger.info("captured: %d decodes at most, other passes of %d tokens", most_seqs, most_tokens)
         return decodes, chunks
 
-    def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
+    def _decoded(
+        self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan], states: DeltaPlan
+    ) -> Tensor:
         """Computes one token of each sequence: logits [T, V]."""
         hidden = self._embed(self._as_read(token_ids))
-        logits: Tensor = self._head(self._layered(hidden, positions, plans, ()))
+        logits: Tensor = self._head(self._layered(hidden, positions, plans, states))
         return logits
 
     def _layered(
@@ -193,12 +195,13 @@ class ModelRunner:
         hidden: Tensor,
         positions: Tensor,
         plans: Sequence[AttentionPlan],
-        deepstack: Sequence[Tensor],
+        states: DeltaPlan,
+        deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
         """Computes the layers of embedded tokens: [T, C]. deepstack: of all of them, for the first layers."""
         visual = Embeddings(hidden, tuple(deepstack)) if deepstack else None
         rows = torch.arange(len(hidden), device=self._device) if deepstack else positions[0, :0]
-        inputs = DecoderInputs(positions, self._caches_of(plans, None), rows, visual)
+        inputs = DecoderInputs(positions, self._caches_of(plans, states), rows, visual)
         return self._decoder.run(hidden, inputs, range(self._decoder.num_layers))
 
     def _as_read(self, token_ids: Tensor) -> Tensor:
@@ -290,8 +293,7 @@ class ModelRunner:
         plans = self._plans(packed.batches, segments)
         hidden, visual = self._embedded(visual, inputs)
         following = self._following(hidden, packed, inputs)
-        states = self._states_of(packed)
-        caches, lora = self._caches_of(plans, states), self._lora_rows(packed)
+        caches, lora = self._caches_of(plans, self._states_of(packed)), self._lora_rows(packed)
         ids, prompt_ids = inputs.token_ids, self._prompt_ids(packed, inputs.token_ids)
         whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora, ids, prompt_ids)
         if self.draft_head is not None and following is not None:
@@ -336,9 +338,7 @@ class ModelRunner:
         """Returns the caches and the plan of each layer. plans: of each layer group."""
         return LayerCaches(self._caches, [plans[group] for group in self._groups], states)
 
-    def _states_of(self, packed: PackedPass) -> DeltaPlan | None:
-        if self.pools.states is None:
-            return None
+    def _states_of(self, packed: PackedPass) -> DeltaPlan:
         return DeltaPlan.build(packed.batches[0].query_starts, packed.states, self._device)
 
     def _plans(self, batches: Sequence[AttentionBatch], segments: Sequence[Segment]) -> list[AttentionPlan]:

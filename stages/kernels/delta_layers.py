@@ -188,7 +188,7 @@ def delta_inputs_fused(
         num_warps=1,
     )
     of_keys = num_tokens * key_heads * key_dim
-    query, key, value = mixed.split([of_keys, of_keys, num_tokens * heads * value_dim])
+    query, key, value = torch.split(mixed, [of_keys, of_keys, num_tokens * heads * value_dim])
     of_heads = (num_tokens, key_heads, key_dim)
     return query.view(of_heads), key.view(of_heads), value.view(num_tokens, heads, value_dim), *gates
 

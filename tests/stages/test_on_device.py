@@ -330,6 +330,46 @@ def test_a_prompt_ends_no_running_ahead(
     assert max(launches) <= most
 
 
+def test_a_pass_with_recurrent_states_is_one_replay(
+    families: dict[str, Family], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, beside a decode too, and decodes; kernels of the states are launched as on a GPU."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    monkeypatch.setattr(
+        jit.JITFunction, "run", lambda kernel, *_, **_named: cuda.launches.append(kernel.__name__)
+    )
+    for module in ("delta_layer", "delta_rule"):
+        monkeypatch.setattr(f"epd.stages.decoder.{module}.uses_kernels", lambda tensor: tensor.is_cuda)
+    device, counts = OnDevice(families["qwen3_5"], cuda), list[list[int]]()
+    text = device.model.config.get_text_config()
+    num_recurrent = text.layer_types.count("linear_attention")
+    for graphs in (None, Replays(cuda)):
+        engine, found = device.engine(graphs=graphs, max_num_seqs=3), list[int]()
+        for _ in range(2):
+            engine.add(request := device.request(SamplingParams(max_tokens=12)))
+            device.feed(request, [engine])
+            while engine.scheduler.waiting or not all(each.is_decoding for each in engine.scheduler.running):
+                found.append(_launched(engine, cuda, num_recurrent, is_replayed=graphs is not None))
+        found += [_launched(engine, cuda, num_recurrent, is_replayed=graphs is not None) for _ in range(2)]
+        counts.append(found)
+    eager, replayed = counts
+    assert len(eager) == len(replayed) > 4
+    assert max(replayed) <= 13
+    assert min(eager) >= 20 * text.num_hidden_layers
+
+
+def _launched(engine: LanguageEngine, cuda: FakeCuda, num_recurrent: int, *, is_replayed: bool) -> int:
+    """Steps, and returns what that launched; the host reads tokens alone."""
+    cuda.launches.clear()
+    cuda.waits.clear()
+    result = engine.step()
+    assert len(cuda.waits) == bool(result.outputs)
+    assert cuda.launches.count("replay") == is_replayed
+    for name in ("_delta_inputs_kernel", "_gate_norm_kernel"):
+        assert cuda.launches.count(name) == (0 if is_replayed else num_recurrent)
+    return len(cuda.launches)
+
+
 def test_in_fp8_nothing_waits_for_scales(
     families: dict[str, Family], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

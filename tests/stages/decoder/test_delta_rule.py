@@ -21,7 +21,15 @@ from epd.encoders import FrameSampling, load_adapter
 from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.delta_layer import DeltaSizes, GatedDelta
-from epd.stages.decoder.delta_rule import DeltaInputs, DeltaPlan, delta_chunks, delta_step
+from epd.stages.decoder.delta_rule import (
+    DeltaInputs,
+    DeltaPlan,
+    DeltaWork,
+    delta_chunks,
+    delta_step,
+    work_shapes,
+    work_tables,
+)
 from epd.stages.decoder.operations import RmsNorm
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine
@@ -280,6 +288,20 @@ def test_drafts_read_the_state_of_the_known_tokens_and_write_none() -> None:
     untouched = [2, 3, 4, 6]
     assert torch.equal(matrices[untouched], kept_matrices[untouched])
     assert torch.equal(tails[untouched], kept_tails[untouched])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 64, 512])
+def test_tables_of_every_pass_fit_the_memory_of_a_captured_one(num_tokens: int) -> None:
+    """And are read back as they were, whatever pads them."""
+    for num_rows in (1, 16, 17, 63, 64, 65, 129, num_tokens):
+        ends = [*range(num_rows, num_tokens, num_rows), num_tokens]
+        slots = [(None if end % 2 else end, end + 1, int(end < num_rows)) for end in ends]
+        parts = DeltaPlan.build(np.array([0, *ends], np.int32), slots, CPU).parts
+        tables, padded = work_tables(parts), list[Tensor]()
+        for table, shape in zip(tables, work_shapes(num_tokens, len(parts)), strict=True):
+            padded.append(torch.full(shape, -1, dtype=torch.int32))
+            padded[-1][: len(table)] = torch.from_numpy(table)
+        assert sorted(DeltaWork(*padded).runs(), key=lambda run: run.start) == list(parts)
 
 
 @pytest.mark.gpu

@@ -128,7 +128,15 @@ def captured(subject: Subject, graphs: Repeats, **options: Any) -> LanguageEngin
 
 @pytest.mark.parametrize(
     ("name", "runs_ahead"),
-    [("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True), ("internvl", True), ("smolvlm", False)],
+    [
+        ("qwen2_5_vl", True),
+        ("qwen2_5_vl", False),
+        ("qwen3_vl", True),
+        ("internvl", True),
+        ("smolvlm", False),
+        ("qwen3_5", True),  # which does not run ahead
+        ("qwen3_5_moe", False),
+    ],
 )
 def test_tokens_equal_generate(
     subjects: Callable[[str], Subject], name: str, runs_ahead: bool, watched: Watched
@@ -190,7 +198,9 @@ def test_questions_about_one_video_replay_the_pass_that_reads_it_once(
         assert watched.num_eager_decodes == 0
 
 
-@pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "offload"), ("qwen3_vl", "recompute")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("qwen2_5_vl", "offload"), ("qwen3_vl", "recompute"), ("qwen3_5", "offload")]
+)
 def test_preemption_changes_no_token(
     subjects: Callable[[str], Subject], name: str, mode: str, watched: Watched
 ) -> None:
@@ -361,10 +371,11 @@ def test_other_passes_are_launched_as_they_are(
     assert (graphs.replays, len(watched.eager)) == (0, 1)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5"])
 def test_drafts_are_checked_by_passes_that_are_replayed(
-    subjects: Callable[[str], Subject], watched: Watched
+    subjects: Callable[[str], Subject], name: str, watched: Watched
 ) -> None:
-    subject = subjects("qwen2_5_vl")
+    subject = subjects(name)
     engine = captured(subject, graphs := Repeats(), drafting=DraftConfig("recycling", 3))
     prompts = subject.mix(3)
     assert Drive(engine, seed=2).run(prompts) == {name: each.expected for name, each in prompts.items()}
