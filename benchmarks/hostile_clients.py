@@ -50,12 +50,12 @@ def main() -> None:
 
 
 @contextmanager
-def served() -> Iterator[tuple[int, int]]:
-    """Yields the port and the process of a server that is ready."""
+def served(*options: str) -> Iterator[tuple[int, int]]:
+    """Yields the port and the process of a server that is ready. options: more of `epd serve`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     command = [sys.executable, "-m", "epd", "serve", "shapes-vl", "--local", "--port", str(port)]
-    command += ["--topology", "1epd", "--allowed-media-hosts", "127.0.0.1"]
+    command += ["--topology", "1epd", "--allowed-media-hosts", "127.0.0.1", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end_s = time.monotonic() + _START_S
