@@ -114,8 +114,8 @@ class EngineConfig(PixelSettings):
     )
     async_scheduling: bool | None = Field(
         default=None,
-        description="Launch a pass before the tokens of the one before are read, where none is "
-        "drafted; by default on GPUs.",
+        description="Launch a pass before the tokens of the one before are read, where none is drafted; "
+        "by default on GPUs.",
     )
     enforce_eager: bool = Field(
         default=False,

@@ -1,4 +1,4 @@
-"""Launches the next pass of decodes before the tokens of the one before it are read.
+"""Launches the next pass before the tokens of the one before it are read.
 
     device  | pass 1 ........ | pass 2 ........ | pass 3 ........ |
     host    launch 1, launch 2 | read 1, book, launch 3 | read 2, ...
@@ -224,11 +224,10 @@ class RunAhead:
         decodes = [*kept, *(each for each in decodes if each not in rows)]
         segments = [self._chunk_segment(sequences, chunk) for chunk in chunks]
         own = self._decode_pass(decodes, unread, before, [rows[each] for each in kept])
-        if not segments:
-            packed = own
-        elif all(each.is_whole and each.both_ways is None for each in segments):
+        packed = own
+        if segments and all(each.is_whole and each.both_ways is None for each in segments):
             packed = joined_pass(own, self._runner.packed(segments))
-        else:
+        elif segments:
             decoded = [self._decode_segment(each, each in unread) for each in decodes]
             packed = self._runner.packed([*decoded, *segments])
         batch = self._batch(sequences, decodes, chunks, unread, own)
