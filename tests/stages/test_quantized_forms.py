@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from epd.encoders.quantization import Quantization
 from epd.stages.decoder.layers import GATE_UP, _merged
 from epd.stages.decoder.linear import JoinedLinear
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
-from epd.stages.loading.quantized_forms import awq_values, forms_of, pack
+from epd.stages.loading.quantized_experts import quantize_experts
+from epd.stages.loading.quantized_forms import TensorForm, awq_values, forms_of, pack
 from epd.stages.loading.quantized_linear import QuantizedLinear, QuantizedProduct, quantize_modules
 from tests.models.quantized import awq_parts, quantized_parts
 
@@ -64,6 +66,15 @@ WRONG = {
     r"a.weight_scale_inv has shape \(2, 2\), its matrix wants \(2, 3\)": (fp8((200, 300), (2, 2)), BLOCKS),
     r"a.weight_scale has shape \(2, 3\), its matrix wants \(200, 1\)": (
         fp8((200, 300), (2, 3), "weight_scale"), Quantization("compressed-tensors", 8, None),
+    ),
+    r"a.down_proj is of FP8 and has shape \(2, 200, 256\); allowed: experts of whole blocks": (
+        {"down_proj": torch.zeros(2, 200, 256).to(F8), "down_proj_scale_inv": torch.ones(2, 2, 2)}, BLOCKS,
+    ),
+    r"a.down_proj_scale_inv has shape \(2, 1, 2\), its matrix wants \(2, 2, 1\)": (
+        {"down_proj": torch.zeros(2, 256, 128).to(F8), "down_proj_scale_inv": torch.ones(2, 1, 2)}, BLOCKS,
+    ),
+    r"the tensor a.gate_up_proj_scale_inv is missing": (
+        {"gate_up_proj": torch.zeros(2, 256, 256).to(F8)}, BLOCKS,
     ),
     r"the tensor a.qzeros is missing": ({"qweight": torch.zeros(128, 2, dtype=torch.int32)}, AWQ),
     r"a.qzeros has shape \(2, 2\), its matrix wants \(1, 2\)": (
@@ -183,6 +194,32 @@ def test_only_linear_modules_that_fit_are_replaced() -> None:
         quantize_modules(model, forms_of(named("b", (4, 4)), BLOCKS).values())
     with pytest.raises(ValueError, match="c is a quantised Embedding; allowed: linear modules"):
         quantize_modules(model, forms_of(named("c", (8, 4)), BLOCKS).values())
+
+
+class Experts(nn.Module):
+    """Two experts of 192 channels, without memory."""
+
+    def __init__(self, *, has_bias: bool = False) -> None:
+        super().__init__()
+        shapes = {"gate_up_proj": (2, 384, 256), "down_proj": (2, 256, 192)}
+        for name, shape in (shapes | ({"down_bias": (2, 256)} if has_bias else {})).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+
+
+def test_experts_that_are_not_alike_or_have_more_than_matrices_are_refused() -> None:
+    """Blocks that gate and up would share; scales of two types; a bias."""
+    blocks, rows = (TensorForm("", (1, 1), torch.float32, block) for block in ((128, 128), (1, 256)))
+    halves = replace(rows, dtype=torch.float16)
+    for has_bias, forms, message in (
+        (False, [blocks], "experts have 192 channels, which blocks of 128 rows do not divide"),
+        (False, [rows, halves], "mlp.experts has 2 kinds of scales; allowed: 1"),
+        (True, [rows], "mlp.experts are experts with down_bias; allowed: matrices in FP8"),
+    ):
+        model = nn.Module()
+        model.mlp = nn.Module()
+        model.mlp.experts = Experts(has_bias=has_bias)
+        with pytest.raises(ValueError, match=message):
+            quantize_experts(model, "mlp.experts", forms)
 
 
 def test_matrices_say_their_sizes() -> None:
