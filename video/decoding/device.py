@@ -174,6 +174,11 @@ class DeviceConverter(FrameConverter):
         return upright(pixels, matrix)
 
 
+def new_converter(device: VideoDevice | None, size: Size | None, mode: ResizeMode) -> FrameConverter:
+    """Returns what converts frames of a device, or of the CPU."""
+    return FrameConverter(size, mode) if device is None else DeviceConverter(device, size, mode)
+
+
 def rgb_of(frame: VideoFrame, luma: Tensor, chroma: Tensor) -> Tensor:
     """Returns float32 [3, h, w], whole numbers of 0 to 255, as swscale makes them of planar frames.
 
