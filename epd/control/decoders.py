@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Threads of a CPU that decode as fast as the decoders of a GPU: three (an L40S has three, an H100 seven) of
-# 600 frames of 1080p a second, where a thread decodes 72. An assumption, until `make gpu` has measured it.
-THREADS_OF_A_GPU = 25
+# Decoders that a GPU has at least (an L40S three, an H100 seven), and CPU threads that are as fast as one:
+# 600 frames of 1080p a second, where a thread decodes 72. Assumptions, until `make gpu` has measured them.
+DECODERS_OF_A_GPU, THREADS_OF_A_DECODER = 3, 8
+THREADS_OF_A_GPU = DECODERS_OF_A_GPU * THREADS_OF_A_DECODER
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLoad:
     """What decodes videos at one place.
 
-    threads: of a CPU that are as fast as all of it
+    threads: of a CPU that are as fast as all of it together
     work: that has been given to it and is not done, in any unit
     """
 

@@ -56,6 +56,7 @@ def plan(
     encoders: int = 0,
     encoder_profile: str | None = None,
     cpu_threads: int | None = None,
+    video_gpus: int = 0,
     encode_beside: bool = True,
     group_tokens: int | None = None,
     draft_acceptance: float = 0.0,
@@ -75,6 +76,7 @@ def plan(
     min_rate: requests per second that the plan must serve
     encoders, encoder_profile: devices of another kind that encode for all others, and their profile
     cpu_threads: that read media on each machine; by default its cores, or 64 where these are not known
+    video_gpus: of each machine, that decode videos beside them
     cache_mb_per_s: that a disk reads of media that came before, as `epd serve --cache-dir` has; None for none
     wishes: what requests name for their videos
     devices: that a profile may name
@@ -106,6 +108,7 @@ def plan(
         base=replace(
             _BASE,
             cpu_threads=_threads_beside(loaded, cells[0][1]) if cpu_threads is None else cpu_threads,
+            video_gpus=video_gpus,
             enable_prefix_caching=config.resolve().has_repeats,
             drafts=draft_plan(draft_acceptance, max_draft),
             kept=_kept(cache_mb_per_s, has_repeats=config.resolve().has_repeats),

@@ -52,13 +52,14 @@ class Bound:
 class MeanWork:
     """Holds the seconds of one worker that a request takes in each stage, on average, without waits.
 
-    read_s: of a thread that reads its media
+    read_s: of a thread that reads its media; video_s: of that, its videos
     """
 
     encode_s: float
     prefill_s: float
     decode_s: float
     read_s: float = 0.0
+    video_s: float = 0.0
 
     def seconds(self, roles: frozenset[Stage]) -> float:
         parts: dict[Stage, float] = {
@@ -74,12 +75,13 @@ def mean_work(profile: Profile, deployment: Deployment, jobs: Sequence[Job], slo
     decode = _fastest(profile, deployment, "decode").decode.cost
     batch_size = _largest_batch(profile, deployment, slo)
     step_s = decode.seconds(batch_size) / batch_size
-    encode_s = prefill_s = read_ticks = 0.0
+    encode_s = prefill_s = read_ticks = video_ticks = 0.0
     for job, known in _with_known(jobs, has_caches=deployment.enable_prefix_caching):
         total = job.num_prompt_tokens
         if not known:
             encode_s += encode.per_unit_s * job.num_patches
             read_ticks += sum(group.decode_ticks for group in job.groups)
+            video_ticks += sum(group.decode_ticks for group in job.groups if group.is_video)
         pairs = (total * (total + 1) - known * (known + 1)) / 2
         prefill_s += prefill.per_unit_s * (total - known) + prefill.per_item_s * pairs
     most_tokens = 1.0 if deployment.drafts is None else deployment.drafts.most_tokens  # of a pass
@@ -89,7 +91,7 @@ def mean_work(profile: Profile, deployment: Deployment, jobs: Sequence[Job], slo
         * (step_s + decode.per_item_s * (job.num_prompt_tokens + job.output_tokens / 2))
         for job in jobs
     )
-    totals_s = (encode_s, prefill_s, decode_s, read_ticks / TICKS_PER_S)
+    totals_s = (encode_s, prefill_s, decode_s, read_ticks / TICKS_PER_S, video_ticks / TICKS_PER_S)
     return MeanWork(*(total_s / len(jobs) for total_s in totals_s))
 
 
@@ -162,9 +164,12 @@ def _speed(deployment: Deployment, roles: frozenset[Stage], beside: float) -> fl
 
 def _of_threads(deployment: Deployment, work: MeanWork) -> Iterator[Bound]:
     if work.read_s:
+        threads = deployment.cpu_threads
+        of_all = (threads + deployment.gpu_threads) / work.read_s
+        beside = f" and {deployment.video_gpus} GPUs" if deployment.video_gpus else ""
         yield Bound(
-            f"reading media: {deployment.cpu_threads} threads",
-            deployment.cpu_threads / work.read_s,
+            f"reading media: {threads} threads{beside}",
+            min(of_all, threads / max(1e-12, work.read_s - work.video_s)),
             f"one medium takes a thread {work.read_s:.3g} s; raise --cpu-threads on more cores, or send "
             "smaller or shorter videos",
             grows=False,

@@ -41,6 +41,7 @@ class PlanSettings(_Strict):
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     num_video_threads: int = Field(ge=1)
+    video_device: Literal["cuda"] | None = None
     encode_beside: bool | None = None
     draft: DraftMethod | None = None
     max_draft: int | None = Field(default=None, ge=1)

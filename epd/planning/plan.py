@@ -132,6 +132,8 @@ class Plan:
             shared |= {"draft": "auto", "max_draft": deployment.drafts.max_draft}
         if self.encoders is not None:
             shared["worker_classes"] = self._classes(self.encoders)
+        if deployment.video_gpus:
+            shared["video_device"] = "cuda"
         return shared | {
             "max_batch_patches": settings.encode_patches,
             "max_num_batched_tokens": deployment.language.max_num_batched_tokens,

@@ -233,7 +233,8 @@ class Planner:
         threads = max(1, self._base.cpu_threads // self.space.num_devices)
         settings = None if colocated is None else replace(colocated.candidate.settings, degrees=())
         space = replace(self.space, num_devices=1, degrees=(1,), fixed=settings)
-        alone = Planner(self.profile, self.demand, space, replace(self._base, cpu_threads=threads))
+        base = replace(self._base, cpu_threads=threads, video_gpus=min(1, self._base.video_gpus))
+        alone = Planner(self.profile, self.demand, space, base)
         try:
             return alone.search().winner
         except InfeasibleError:

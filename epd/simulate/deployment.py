@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from epd.control.decoders import THREADS_OF_A_GPU
 from epd.encode.sharding import DEFAULT_BATCH_PATCHES, Sharding
 from epd.kv.pass_limits import SchedulerConfig
 from epd.profiles.media import MediaRule
@@ -29,6 +30,7 @@ class Deployment:
     deal: how "groups" are dispatched if all of a request are ready; None: one by one, as in the server
     is_overlapped: groups are prefilled and handed over as they come, instead of all at once
     cpu_threads: that decode media, for the whole machine
+    video_gpus: that decode videos beside them, as `epd serve --video-device` has it
     kv_tokens: of each worker; None for the most that fits the device
     num_embeddings: that an encoder keeps, and a prefill worker receives, each: as `epd serve` has it
     degrees: (letters of a group's roles, devices that each of its workers shares its layers over); else 1
@@ -50,6 +52,7 @@ class Deployment:
     deal: DealGroups | None = None
     is_overlapped: bool = True
     cpu_threads: int = 16
+    video_gpus: int = 0
     kv_tokens: int | None = None
     num_embeddings: int = 65_536
     largest_group_patches: int = 0
@@ -64,8 +67,9 @@ class Deployment:
     is_stepwise: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.max_batch_patches, self.cpu_threads, self.block_size, self.max_waiting) < 1:
-            raise ValueError(f"every limit must be at least 1, got {self}")
+        limits = (self.max_batch_patches, self.cpu_threads, self.block_size, self.max_waiting)
+        if min(limits) < 1 or self.video_gpus < 0:
+            raise ValueError(f"every limit must be at least 1, and video_gpus 0, got {self}")
 
     def scheduler_config(self, roles: frozenset[Stage]) -> SchedulerConfig:
         return self.language if "prefill" in roles else self.decode
@@ -73,6 +77,11 @@ class Deployment:
     def degree(self, roles: frozenset[Stage]) -> int:
         """Returns the devices of one worker."""
         return dict(self.degrees).get(role_letters(roles), 1)
+
+    @property
+    def gpu_threads(self) -> int:
+        """Returns how many threads the GPUs that decode videos stand for."""
+        return THREADS_OF_A_GPU * self.video_gpus
 
     def encodes_beside(self, roles: frozenset[Stage]) -> bool:
         """Returns whether workers with these roles encode beside their other stages."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
+from epd.control.decoders import DECODERS_OF_A_GPU, THREADS_OF_A_DECODER, soonest
 from epd.control.placement import Candidates
 from epd.control.routing import Router
 from epd.control.way_back import cheapest
@@ -22,7 +23,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.kept_media import Disk, Fleet, part_costs
 from epd.simulate.receiving import GroupReceiver, group_key
-from epd.simulate.requests import RequestState
+from epd.simulate.requests import GroupWork, RequestState
 from epd.simulate.worker import CpuPool, SimulatedWorker
 
 
@@ -46,7 +47,10 @@ class MediaFlow:
         self._workers = workers
         self._router = router
         self._candidates = candidates
-        self._cpu = CpuPool(machine, deployment.cpu_threads)
+        self._readers = [CpuPool(machine, deployment.cpu_threads)]
+        if deployment.video_gpus:
+            num_decoders = DECODERS_OF_A_GPU * deployment.video_gpus
+            self._readers.append(CpuPool(machine, num_decoders, THREADS_OF_A_DECODER))
         self._disk = None if deployment.kept is None else Disk(events, deployment.kept)
         self._num_dispatched = 0
         self.num_groups = self.num_encoded = 0  # of all requests, and those that were not in a cache
@@ -197,9 +201,16 @@ class MediaFlow:
 
         def begin() -> None:
             for group in wanted:
-                self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
+                self._reader(state.job.groups[group]).submit(
+                    state.job.groups[group].decode_ticks, partial(read, group)
+                )
 
         self._machine.spend(("media",), begin)
+
+    def _reader(self, group: GroupWork) -> CpuPool:
+        """Returns what reads a group: of a video, the CPU or the GPUs, which is through with it first."""
+        readers = self._readers if group.is_video else self._readers[:1]
+        return readers[soonest([each.load for each in readers], group.decode_ticks)]
 
     def _read_embeddings(self, state: RequestState, group: int) -> None:
         """Brings the embeddings of a group from the disk."""

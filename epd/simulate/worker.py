@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
+from epd.control.decoders import DecoderLoad
 from epd.kv.kv_room import KVCacheSpec
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventPriority, EventQueue, Machine, SimulatedTask
@@ -243,14 +244,21 @@ class SimulatedWorker:
 
 
 class CpuPool:
-    """Runs tasks on threads in the order of their arrival."""
+    """Runs tasks on threads in the order of their arrival. speed: times as fast as a thread of the CPU."""
 
-    def __init__(self, machine: Machine, num_threads: int) -> None:
+    def __init__(self, machine: Machine, num_threads: int, speed: int = 1) -> None:
         self._machine = machine
-        self._num_free = num_threads
+        self._num_threads = self._num_free = num_threads
+        self._speed = speed
+        self._work = 0  # ticks that are not done
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
+    @property
+    def load(self) -> DecoderLoad:
+        return DecoderLoad(self._num_threads * self._speed, self._work)
+
     def submit(self, ticks: int, done: Callable[[], None]) -> None:
+        self._work += ticks
         if self._num_free:
             self._num_free -= 1
             self._run(ticks, done)
@@ -258,9 +266,10 @@ class CpuPool:
             self._waiting.append((ticks, done))
 
     def _run(self, ticks: int, done: Callable[[], None]) -> None:
-        self._machine.run(ticks, partial(self._end, done))
+        self._machine.run(ticks // self._speed, partial(self._end, ticks, done))
 
-    def _end(self, done: Callable[[], None]) -> None:
+    def _end(self, ticks: int, done: Callable[[], None]) -> None:
+        self._work -= ticks
         if self._waiting:
             self._run(*self._waiting.popleft())
         else:

@@ -99,7 +99,9 @@ def simulate(
     threads = 16 if asked.cpu_threads is None else asked.cpu_threads
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.resolve().has_repeats)
     drafts = draft_plan(asked.draft_acceptance, asked.max_draft)
-    deployment = replace(deployment, encode_beside=asked.encode_beside, drafts=drafts)
+    deployment = replace(
+        deployment, video_gpus=asked.video_gpus, encode_beside=asked.encode_beside, drafts=drafts
+    )
     result = _run(loaded, deployment, config, asked.seed, has_spans=chrome_trace is not None)
     slo = SLO(asked.slo_ttft_s, asked.slo_tpot_s)
     busiest = _busiest(loaded, deployment, config, asked.seed, slo)

@@ -81,6 +81,15 @@ CpuThreads = Annotated[
     int | None,
     typer.Option("--cpu-threads", metavar="N", callback=_at_least_one, help="Threads that read media."),
 ]
+VideoGpus = Annotated[
+    int,
+    typer.Option(
+        "--video-gpus",
+        metavar="N",
+        min=0,
+        help="GPUs of a machine that decode videos beside these threads, as epd serve --video-device does.",
+    ),
+]
 EncodesBeside = Annotated[
     bool,
     typer.Option(
@@ -140,6 +149,7 @@ class FleetOptions(TrafficOptions):
     """Holds also how a simulated fleet works on them."""
 
     cpu_threads: CpuThreads = None
+    video_gpus: VideoGpus = 0
     encode_beside: EncodesBeside = True
     group_tokens: GroupTokens = None
     draft_acceptance: DraftAcceptance = 0.0

@@ -71,7 +71,10 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("epd.planning.asked.MOST_REQUESTS", 30)  # rather than 250
         app(
-            ["plan", *options, "--cpu-threads", "6", "--profile", str(profile), "--out", str(path)],
+            [
+                *("plan", *options, "--cpu-threads", "6", "--video-gpus", "1"),
+                *("--profile", str(profile), "--out", str(path)),
+            ],
             standalone_mode=False,
         )
     return path
@@ -92,7 +95,7 @@ def test_the_app_gets_what_the_plan_decides(plan_path: Path, served: Served) -> 
     assert {name: getattr(args, name) for name in record["settings"]} == record["settings"]
     assert args.topology == record["topology"]
     assert args.slo_ttft_s == 2.5
-    assert args.num_video_threads == 6
+    assert (args.num_video_threads, args.video_device) == (6, "cuda")
     assert (args.dtype, args.kv_cache_dtype, args.quantization) == ("bfloat16", "int8_values", "fp8")
     assert (args.num_kv_tokens or 0) > 100_000
 

@@ -18,7 +18,7 @@ import epd
 from benchmarks.published.table5 import paper_planner, paper_space
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.asked import plan as planned
-from epd.planning.bounds import outside
+from epd.planning.bounds import bounds, outside
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
 from epd.planning.plan import make_plan, verdict, what_binds
 from epd.planning.search import LEAST_GAIN, Candidate, OnProgress, Planner, Scored, SearchResult
@@ -258,6 +258,16 @@ def test_threads_that_read_media_bind_and_no_device_is_advised() -> None:
     assert binding.what == "reading media: 1 threads"
     assert binding.rate_per_s == pytest.approx(1.5e8 / (60 * 24 * 1920 * 1080))
     assert MAX_LOAD * binding.rate_per_s >= result.winner.goodput > 0
+    work = demand(PROFILE, SLO(200.0), **films).jobs
+    (beside,) = (
+        bound
+        for bound in bounds(PROFILE, replace(result.winner.candidate.deployment, video_gpus=1), work, SLO())
+        if "media" in bound.what
+    )
+    assert (beside.what, beside.rate_per_s) == (
+        "reading media: 1 threads and 1 GPUs",
+        pytest.approx(25 * binding.rate_per_s),
+    )
     with pytest.raises(InfeasibleError, match="--cpu-threads") as refused:
         make_plan(one, min_rate=60.0)
     assert "devices" not in str(refused.value)

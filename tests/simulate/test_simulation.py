@@ -314,3 +314,20 @@ def test_ticks_are_whole() -> None:
     assert ticks_of(1e-12) == 1
     assert ticks_of(0.1) == 10**11
     assert Resolution(448, 448).width == 448
+
+
+def test_a_gpu_reads_videos_beside_the_threads_and_images_stay_with_them() -> None:
+    """A thread takes 25 parts of a video 1 s each. The GPU has three decoders of an eighth of that."""
+    [film] = jobs(PROFILE, 1, images="0", videos="1")
+    group = replace(film.groups[0], decode_ticks=TICKS_PER_S)
+    one = {"cpu_threads": 1, "enable_prefix_caching": False}
+
+    def read_s(is_video: bool, **settings: int) -> float:
+        job = replace(film, due=0, groups=(replace(group, is_video=is_video),) * 25)
+        result = simulate(PROFILE, "1e1p1d", [job], **one, **settings)
+        return float(result.rows["media_read"][0] / TICKS_PER_S)
+
+    assert read_s(True) == pytest.approx(25.0)
+    assert read_s(True, video_gpus=1) == pytest.approx(1.0)  # one by the thread, eight by each decoder
+    assert read_s(True, video_gpus=3) == pytest.approx(0.375)  # all by nine decoders
+    assert read_s(False, video_gpus=1) == pytest.approx(25.0)

@@ -71,6 +71,7 @@ class VideoDevice:
         self.num_frames = self.num_failures = self._num_in_a_row = 0
         self._has_said = False
         self._lock = threading.Lock()
+        self.converting = threading.Lock()  # a frame at a time, as on the device: it takes 200 bytes a pixel
 
     def takes(self, info: VideoInfo) -> bool:
         """Returns whether to decode a video here: it is of a kind that NVDEC knows, and the device works.
@@ -166,11 +167,16 @@ class DeviceConverter(FrameConverter):
             return super().convert(frame)
         self._device.count_frame()
         matrix = self._matrix_of(frame)
-        with failing_as(f"{self._device.name} converts no frame"):
+        with failing_as(f"{self._device.name} converts no frame"), self._device.converting:
             rgb = rgb_of(frame, *planes)
             size = None if self._size is None else stored_size(self._size, matrix)
             pixels: UInt8Array = resized(rgb, size, is_turned=is_transposed(matrix)).cpu().numpy()
         return upright(pixels, matrix)
+
+
+def new_converter(device: VideoDevice | None, size: Size | None, mode: ResizeMode) -> FrameConverter:
+    """Returns what converts frames of a device, or of the CPU."""
+    return FrameConverter(size, mode) if device is None else DeviceConverter(device, size, mode)
 
 
 def rgb_of(frame: VideoFrame, luma: Tensor, chroma: Tensor) -> Tensor:

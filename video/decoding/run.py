@@ -13,9 +13,9 @@ from epd.video.containers.decoder_memory import check_memory, decoder_bytes
 from epd.video.containers.limits import Limits, check_size
 from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import describe
-from epd.video.decoding.device import DeviceConverter, VideoDevice
+from epd.video.decoding.device import VideoDevice, new_converter
 from epd.video.decoding.groups import GroupRing
-from epd.video.decoding.pixels import FrameConverter, ResizeMode, Size, exact_resize
+from epd.video.decoding.pixels import ResizeMode, Size, exact_resize
 from epd.video.decoding.pool import DecodePool, StepResult
 from epd.video.decoding.reader import DecodeChunk, PacketReader
 from epd.video.decoding.session import DecodedFrame, DecoderSession
@@ -48,8 +48,7 @@ class RunOptions:
     group_sizes: frames in each group.
     bound: None lets every group be in memory at once.
     first_deadline_s: when the first group is needed, on the monotonic clock.
-    group_period_s: how much later each further group is needed.
-    device: that decodes what it can; None leaves all to the CPU.
+    group_period_s: how much later each further group is needed. device: None leaves all to the CPU.
     """
 
     size: Size | None
@@ -93,11 +92,10 @@ class DecodeRun:
         ahead = self._groups_ahead(is_in_order=targets == sorted(targets))
         self._ring = GroupRing(targets, self.options.group_sizes, ahead)
         with_room = most // max(1, decoder_bytes(video.stream.codec_context))
-        num_workers = max(1, min(self.options.workers, self._pool.num_threads, with_room))
         device = self.options.device
-        self._device = device if device is not None and device.takes(self.info) else None
-        if self._device is not None:
-            num_workers = min(num_workers, self._device.num_sessions)
+        self.device = device if device is not None and device.takes(self.info) else None
+        sessions = with_room if self.device is None else self.device.num_sessions
+        num_workers = max(1, min(self.options.workers, self._pool.num_threads, with_room, sessions))
         self._reader = PacketReader(video, self.info, sorted(set(targets)), num_workers, self.options.limits)
         self._frame_threads = num_workers if self._reader.has_one_keyframe else 1
         self._num_sessions = 1 if self._reader.has_one_keyframe else num_workers
@@ -179,8 +177,8 @@ class DecodeRun:
 
     def new_session(self) -> DecoderSession:
         """Returns a decoder for one task. A lone task uses the reader's, so the file is opened once."""
-        if self._device is not None:
-            return self._device.new_session(self._media, self.info, self.options.limits.open_timeout_s)
+        if self.device is not None:
+            return self.device.new_session(self._media, self.info, self.options.limits.open_timeout_s)
         if self._num_sessions == 1 and self._frame_threads == 1:
             return DecoderSession(self._reader.own_context(), self.info)
         with open_video(self._media, open_timeout_s=self.options.limits.open_timeout_s) as video:
@@ -188,12 +186,6 @@ class DecodeRun:
             if self._frame_threads > 1:
                 context.thread_type, context.thread_count = "FRAME", self._frame_threads
             return DecoderSession(context, self.info)
-
-    def new_converter(self) -> FrameConverter:
-        """Returns what converts the frames of one task."""
-        if self._device is not None:
-            return DeviceConverter(self._device, self.options.size, self.options.mode)
-        return FrameConverter(self.options.size, self.options.mode)
 
     def take_chunk(self, task: DecodeTask, is_session_idle: bool) -> DecodeChunk | None:
         """Returns the next work for a task; None if it must wait or is done."""
@@ -340,7 +332,7 @@ class DecodeTask:
     def __init__(self, run: DecodeRun) -> None:
         self._run = run
         self._session: DecoderSession | None = None
-        self._converter = run.new_converter()
+        self._converter = new_converter(run.device, run.options.size, run.options.mode)
         self._work: Iterator[DecodedFrame | None] = iter(())
         self._decoded: DecodedFrame | None = None  # decoded, and waiting for room in the ring
         self._last: tuple[int, UInt8Array] | None = None

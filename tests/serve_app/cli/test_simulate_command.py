@@ -108,6 +108,10 @@ def test_a_simulation_names_what_binds_and_its_cure(
     run(*options, "--json")
     binds = json.loads(capsys.readouterr().out)["binds"]
     assert binds["max_per_s"] == pytest.approx(16 / (600 * 30 * 1920 * 1080 / 1.5e8))
+    run(*options, "--video-gpus", "1", "--json")
+    beside = json.loads(capsys.readouterr().out)["binds"]
+    assert beside["what"] == "reading media: 16 threads and 1 GPUs"
+    assert beside["max_per_s"] == pytest.approx(binds["max_per_s"] * (16 + 24) / 16)
     run(*options, "--cpu-threads", "4096")
     assert "busiest is epd workers" in capsys.readouterr().out
 
