@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from epd.control.admission import check_num_frames
+from epd.control.request_budget import check_num_frames
 from epd.encoders.plans import VideoFacts
 from epd.errors import RequestError
 from epd.frame_sampling import FrameSampling, ListedTimes, check_sampling

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from epd.answer_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parser
 from epd.colour import parse_colour
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.encode.sharding import BATCH_PATCHES, Sharding
 from epd.engine_config import ENGINE_FIELDS, check_reduction

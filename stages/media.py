@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from epd import video
-from epd.control.admission import check_visual_tokens
+from epd.control.request_budget import check_visual_tokens
 from epd.control.visual_budget import (
     LEAST_FRAMES,
     FrameChoice,

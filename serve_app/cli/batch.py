@@ -29,7 +29,7 @@ from epd.batch.summary import Hardware, Summary
 from epd.batch.tables import PARQUET_SUFFIX
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation, plot_utilisation
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder

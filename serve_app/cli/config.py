@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from pydantic import ValidationError
 
 from epd import console
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.errors import ModelError, RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.options import IsJson

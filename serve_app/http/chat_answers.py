@@ -14,7 +14,8 @@ from pathlib import Path
 
 from epd.answer_parsers import AnswerParsing
 from epd.chat import ChatMessage
-from epd.control.admission import RequestLimits, has_place
+from epd.control.admission import has_place
+from epd.control.request_budget import RequestLimits
 from epd.errors import OverloadedError, RequestError
 from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy

@@ -12,7 +12,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from epd.control.admission import check_json_size
+from epd.control.request_budget import check_json_size
 from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore, check_media, names_file

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from epd.control.admission import RequestLimits, check_num_pixels
 from epd.control.recent import Recent
+from epd.control.request_budget import RequestLimits, check_num_pixels
 from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from epd.encoders.groups import plan_groups, prompt_identity, salted

@@ -28,6 +28,7 @@ from epd.sampling_params import SamplingParams
 from epd.stages.sampling.sampling_state import SamplingRow
 from epd.types import Int64Array, ceil_div
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 # Tokens of a block: one pass over all, then a few hundred largest.
 _BLOCK = 128
 # Floors of weights, tried in turn: the likeliest token weighs 2**40.
@@ -161,6 +162,34 @@ def _unpacked(bits: Tensor, num_tokens: int) -> Tensor:
 def _unpacked_by_shifts(bits: Tensor, num_tokens: int) -> Tensor:
     shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits[:, :, None] >> shifts & 1).flatten(1)[:, :num_tokens].bool()
+
+
+def with_biases(scores: Tensor, places: Tensor, biases: Tensor, *, in_place: bool) -> Tensor:
+    """Adds biases to scores [R, V], before all else, as vLLM does. in_place: see `with_changes`."""
+    if not len(places):
+        return scores
+    flat = (scores if in_place else scores.clone()).view(-1)
+    return flat.index_add_(0, places, biases).view_as(scores)
+
+
+def with_changes(
+    scores: Tensor, penalised: Tensor, changes: Tensor, banned: Tensor, *, in_place: bool
+) -> Tensor:
+    """Changes scores [R, V] where they are penalised, and sets those that are banned to -inf.
+
+    in_place: whether the scores are nobody else's; if not, they are copied once.
+    """
+    if not len(penalised) and not len(banned):
+        return scores
+    flat = (scores if in_place else scores.clone()).view(-1)
+    if len(penalised):
+        factor, amount = changes
+        old = flat.index_select(0, penalised)
+        scaled = torch.where(old < 0, old * factor, old / factor).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
+        flat.index_copy_(0, penalised, scaled - amount)
+    if len(banned):
+        flat.index_fill_(0, banned, -torch.inf)
+    return flat.view_as(scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ from epd.stages.sampling.candidates import (
     ruled_out,
     token_weights,
     uniform,
+    with_biases,
+    with_changes,
 )
 from epd.stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
 
@@ -42,7 +44,6 @@ __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weig
 
 # One pass works on this many logits on a CPU: temporaries of this size stay in the caches.
 _CPU_CHUNK = 2**18
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 # Factors beyond this and its inverse are not distinguished: float32 holds no quotients by them.
 _MAX_FACTOR = 1e37
 
@@ -221,9 +222,9 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], before: Tensor | None =
     ]
     raw = logits.float()
     logprobs = _Logprobs.of(raw.index_select(0, asked_rows), asked_rows) if asked else None
-    raw = _biased(raw, biased, biases, in_place=raw is not logits)
+    raw = with_biases(raw, biased, biases, in_place=raw is not logits)
     is_own = raw is not logits
-    scores = ruled_out(_changed(raw, penalised, changes, banned, in_place=is_own), held_rows, allowed)
+    scores = ruled_out(with_changes(raw, penalised, changes, banned, in_place=is_own), held_rows, allowed)
     has_greedy = sum(map(len, kinds)) < len(rows)
     return _Choice(rows, asked, scores, groups, logprobs, has_greedy=has_greedy)
 
@@ -298,32 +299,6 @@ def _biases(rows: Sequence[SamplingRow], num_tokens: int) -> list[NDArray[Any]]:
     ]
     places, biases = zip(*given, strict=True) if given else ((), ())
     return [np.array(places, np.int64), np.array(biases, np.float32)]
-
-
-def _biased(scores: Tensor, places: Tensor, biases: Tensor, *, in_place: bool) -> Tensor:
-    """Adds biases to scores [R, V], before all else, as vLLM does. in_place: see `_changed`."""
-    if not len(places):
-        return scores
-    flat = (scores if in_place else scores.clone()).view(-1)
-    return flat.index_add_(0, places, biases).view_as(scores)
-
-
-def _changed(scores: Tensor, penalised: Tensor, changes: Tensor, banned: Tensor, *, in_place: bool) -> Tensor:
-    """Changes scores [R, V] where they are penalised, and sets those that are banned to -inf.
-
-    in_place: whether the scores are nobody else's; if not, they are copied once.
-    """
-    if not len(penalised) and not len(banned):
-        return scores
-    flat = (scores if in_place else scores.clone()).view(-1)
-    if len(penalised):
-        factor, amount = changes
-        old = flat.index_select(0, penalised)
-        scaled = torch.where(old < 0, old * factor, old / factor).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
-        flat.index_copy_(0, penalised, scaled - amount)
-    if len(banned):
-        flat.index_fill_(0, banned, -torch.inf)
-    return flat.view_as(scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.control.admission import (
+from epd.control.request_budget import (
     RequestBudget,
     RequestLimits,
     check_json_size,

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from epd.chat import ChatMessage, ContentPart, ToolCall, check_chat
-from epd.control.admission import RequestBudget
+from epd.control.request_budget import RequestBudget
 from epd.data_uri import num_listed_frames
 from epd.errors import ModelNotFoundError, RequestError
 from epd.frame_sampling import FrameSampling, ListedTimes, check_sampling

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ValidationError
 
-from epd.control.admission import RequestBudget
+from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
 from epd.serve_app.http.answers.answer_response import AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.config import limits_of, parse_values, read_args

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from schemathesis import Case, GenerationMode
 
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.sampling_params import SamplingParams
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.api import ApiSettings

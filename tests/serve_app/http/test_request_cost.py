@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.control.admission import RequestBudget, RequestLimits
+from epd.control.request_budget import RequestBudget, RequestLimits
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import budget_of, conversation
 from tests.serve_app.conftest import JSON, QUESTION, Front, data_url, image_part, video_part

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.errors import OverloadedError, RequestError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest

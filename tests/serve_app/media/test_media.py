@@ -17,7 +17,7 @@ from time import monotonic
 import httpx
 import pytest
 
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.errors import CancelledError, MediaLimitError, OverloadedError
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.server_state import ApiSettings

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from epd.control.admission import RequestLimits
+from epd.control.request_budget import RequestLimits
 from epd.encoders import Adapter, FrameSampling, PixelLimits, PromptPlan
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path

@@ -24,7 +24,7 @@ from transformers import (
 
 from epd.sampling_params import SamplingParams
 from epd.stages.sampling import sampler
-from epd.stages.sampling.candidates import look_up
+from epd.stages.sampling.candidates import look_up, with_biases, with_changes
 from epd.stages.sampling.sampler import (
     SampledToken,
     SamplerAhead,
@@ -292,8 +292,8 @@ def chosen_logprobs(logits: Sequence[float], params: SamplingParams, output: tup
     places, changes = map(torch.from_numpy, sampler._penalties(rows, len(logits)))
     none = torch.empty(0, dtype=torch.int64)
     biased = map(torch.from_numpy, sampler._biases(rows, len(logits)))
-    scores = sampler._biased(torch.tensor([logits]), *biased, in_place=True)
-    scores = sampler._changed(scores, places, changes, none, in_place=False)
+    scores = with_biases(torch.tensor([logits]), *biased, in_place=True)
+    scores = with_changes(scores, places, changes, none, in_place=False)
     return (scores - scores[:, :1])[0].tolist()
 
 
