@@ -135,7 +135,9 @@ class _SharedReader(video.OwnReader):
         pixels: UInt8Array = self.once((file.identity, "pixels"), lambda: load(file, name))
         return pixels
 
-    def stream(self, file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
+    def stream(
+        self, file: video.OpenFile, name: str, order: DecodeOrder, _pixels: float = 0.0
+    ) -> FrameStream:
         """Decodes all groups of an order, as `stream_here` does one after the other."""
 
         def groups() -> list[Frames]:
