@@ -81,6 +81,31 @@ class _Mean:
         self.value = value if self.value is None else self.value + _WEIGHT_OF_NEW * (value - self.value)
 
 
+class _Yield:
+    """Leaves turns to older requests of other queues, each for a short time."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def lasts(self, first: _Waiting | None, others: QueueSummary | None, now_s: float) -> bool:
+        """Returns whether this turn is left to others; one that has been left long enough is taken.
+
+        first: of this queue, None if it is empty
+        """
+        oldest_s = None if others is None else others.oldest_s
+        is_older = first is not None and oldest_s is not None and oldest_s + _MIN_OLDER_S < first.entered_s
+        if first is None or not is_older or not first.is_new:
+            self._since_s = None
+            return False
+        if self._since_s is None:
+            self._since_s = now_s
+        return now_s < self._since_s + _YIELD_S
+
+    def end(self) -> None:
+        """Notes that a turn was taken: the next one may be left to others again."""
+        self._since_s = None
+
+
 class AdmissionQueue:
     """Queues requests that wait for workers."""
 
@@ -88,7 +113,7 @@ class AdmissionQueue:
         self.max_waiting = max_waiting
         self.num_refused = 0
         self.others: QueueSummary | None = None
-        self._yields_since_s: float | None = None
+        self._yield = _Yield()
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
         self._turn = 0  # of the last request that found room
@@ -164,21 +189,10 @@ class AdmissionQueue:
 
         now_s: the time, where older requests of other queues may go first
         """
-        if now_s is not None and self._yields(now_s):
+        first = self._waiting[0] if self._waiting else None
+        if now_s is not None and self._yield.lasts(first, self.others, now_s):
             return False
         return request_id in self.first(num_first)
-
-    def _yields(self, now_s: float) -> bool:
-        """Returns whether this turn is left to other queues; one that has been left long enough is taken."""
-        first = self._waiting[0] if self._waiting else None
-        oldest_s = None if self.others is None else self.others.oldest_s
-        is_older = first is not None and oldest_s is not None and oldest_s + _MIN_OLDER_S < first.entered_s
-        if first is None or not is_older or not first.is_new:
-            self._yields_since_s = None
-            return False
-        if self._yields_since_s is None:
-            self._yields_since_s = now_s
-        return now_s < self._yields_since_s + _YIELD_S
 
     def check_deadline(self, request_id: str, now_s: float) -> None:
         """Raises OverloadedError for a request that has waited too long, or is expected to.
@@ -202,7 +216,7 @@ class AdmissionQueue:
                 break
             waiting.num_overtaken += 1
         self.leave(request_id)
-        self._yields_since_s = None  # the next turn may be left to others again
+        self._yield.end()
         if self._placed_s is not None:
             elapsed_s = now_s - self._placed_s
             self._interval_s.add(elapsed_s, 1.0, elapsed_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,57 @@ _ABANDONED_S = 24 * 3600.0
 _NEVER_S = 2**31 - 1  # the latest time of every file system
 
 
+class FolderRoom:
+    """Holds the folder of files, and each owner's, to what they may take."""
+
+    def __init__(self, settings: FileSettings, owned_by: Callable[[str], list[FileObject]]) -> None:
+        """owned_by: lists an owner's files"""
+        self._settings, self._owned_by = settings, owned_by
+        self._folder = settings.files_folder
+
+    def check_number(self, owner: str) -> None:
+        """Raises OverloadedError if there are as many files as allowed, of all or of the owner."""
+        num_files, most = sum(1 for _ in self._folder.glob("file-*.json")), self._settings.max_files
+        if num_files >= most:
+            raise OverloadedError(f"the server keeps {num_files} files; allowed: {most}; delete some")
+        if not self._settings.has_share(num_files, most, lambda: len(self._owned_by(owner))):
+            raise OverloadedError(
+                f"you keep as many files as are free ({most - num_files}); allowed: fewer; delete some"
+            )
+
+    def check_share(self, owner: str, num_bytes: int) -> None:
+        """Raises RequestLimitError for an owner with more bytes than are free.
+
+        num_bytes: of the owner's that are there and no file yet
+        """
+        taken, most = self._num_bytes(), self._settings.max_folder_bytes
+        own = partial(self._num_own_bytes, owner, num_bytes)
+        if not self._settings.has_share(taken, most, own):
+            raise RequestLimitError(
+                f"your files would have more bytes than are left free, {max(0, most - taken)}; allowed: "
+                "fewer; delete some"
+            )
+
+    def check_bytes(self) -> None:
+        """Raises RequestLimitError if the folder holds more than it may."""
+        num_bytes = self._num_bytes()
+        if num_bytes > self._settings.max_folder_bytes:
+            raise RequestLimitError(
+                f"all files would have {num_bytes} bytes; allowed: {self._settings.max_folder_bytes}; "
+                "delete some, or start the server with a larger --max-files-bytes"
+            )
+
+    def _num_own_bytes(self, owner: str, more: int) -> int:
+        return more + sum(file.bytes for file in self._owned_by(owner))
+
+    def _num_bytes(self) -> int:
+        num_bytes = 0
+        for path in self._folder.iterdir():
+            with suppress(OSError):
+                num_bytes += path.stat().st_size
+        return num_bytes
+
+
 class FileStore:
     """Finds and changes files. Its methods block, and may be called by any thread of any server."""
 
@@ -38,6 +89,7 @@ class FileStore:
         """Raises RequestError for a folder that cannot be written."""
         self.settings = settings
         self.folder = settings.files_folder
+        self.room = FolderRoom(settings, self.owned_by)
         try:
             settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -95,55 +147,13 @@ class FileStore:
 
     def new_part(self, owner: str = "") -> Path:
         """Returns where to write an upload. Raises OverloadedError if there is no room for one more file."""
-        self.check_number(owner)
+        self.room.check_number(owner)
         return self.folder / f"{new_id('file')}.part"
-
-    def check_number(self, owner: str) -> None:
-        """Raises OverloadedError if there are as many files as allowed, of all or of the owner."""
-        num_files, most = sum(1 for _ in self.folder.glob("file-*.json")), self.settings.max_files
-        if num_files >= most:
-            raise OverloadedError(f"the server keeps {num_files} files; allowed: {most}; delete some")
-        if not self.settings.has_share(num_files, most, lambda: len(self.owned_by(owner))):
-            raise OverloadedError(
-                f"you keep as many files as are free ({most - num_files}); allowed: fewer; delete some"
-            )
-
-    def check_share(self, owner: str, num_bytes: int) -> None:
-        """Raises RequestLimitError for an owner with more bytes than are free.
-
-        num_bytes: of the owner's that are there and no file yet
-        """
-        taken, most = self._num_bytes(), self.settings.max_folder_bytes
-        own = partial(self._num_own_bytes, owner, num_bytes)
-        if not self.settings.has_share(taken, most, own):
-            raise RequestLimitError(
-                f"your files would have more bytes than are left free, {max(0, most - taken)}; allowed: "
-                "fewer; delete some"
-            )
-
-    def _num_own_bytes(self, owner: str, more: int) -> int:
-        return more + sum(file.bytes for file in self.owned_by(owner))
-
-    def _num_bytes(self) -> int:
-        num_bytes = 0
-        for path in self.folder.iterdir():
-            with suppress(OSError):
-                num_bytes += path.stat().st_size
-        return num_bytes
-
-    def check_room(self) -> None:
-        """Raises RequestLimitError if the folder holds more than it may."""
-        num_bytes = self._num_bytes()
-        if num_bytes > self.settings.max_folder_bytes:
-            raise RequestLimitError(
-                f"all files would have {num_bytes} bytes; allowed: {self.settings.max_folder_bytes}; "
-                "delete some, or start the server with a larger --max-files-bytes"
-            )
 
     def keep(self, part: Path, owner: str, name: str, purpose: Purpose) -> FileObject:
         """Makes an upload a file. Raises RequestLimitError if the folder, or its owner, has too much."""
-        self.check_room()
-        self.check_share(owner, part.stat().st_size)
+        self.room.check_bytes()
+        self.room.check_share(owner, part.stat().st_size)
         return self.adopt(part, owner, part.stem, name, purpose)
 
     def adopt(

@@ -200,6 +200,6 @@ async def _write_all(store: FileStore, form: UploadForm, chunks: AsyncIterator[b
         waiting.clear()
         if since_check > _ROOM_BYTES:
             since_check = 0
-            await asyncio.to_thread(store.check_room)
+            await asyncio.to_thread(store.room.check_bytes)
     await asyncio.to_thread(form.write, bytes(waiting))
     form.close()

@@ -52,7 +52,7 @@ class UploadStore:
         self.remove_expired()
         _check_size(self.settings, asked)
         self._check_number(owner)
-        self.files.check_number(owner)
+        self.files.room.check_number(owner)
         now = int(time.time())
         upload = UploadObject(
             id=new_id("upload"),
@@ -90,8 +90,8 @@ class UploadStore:
                 f"the parts have {num_bytes} bytes; allowed: {allowed} for a file of {upload.bytes}; begin "
                 "an upload of the right size"
             )
-        self.files.check_room()
-        self.files.check_share(owner, num_bytes)
+        self.files.room.check_bytes()
+        self.files.room.check_share(owner, num_bytes)
         kept = path.rename(self._folder / f"{upload_id}.{path.stem}")
         try:
             part = _part(kept)

@@ -215,7 +215,7 @@ class ChildDecoder:
     def _places(self) -> list[tuple[video.MediaChildren, DecoderLoad]]:
         """Returns those that can take a video, the CPU first."""
         places = [(self._of_cpu, DecoderLoad(usable_cpus(), sum(self._pixels(self._of_cpu))))]
-        if self._of_gpu is not None and not self._of_gpu.is_left_alone:
+        if self._of_gpu is not None and not self._of_gpu.failures.are_too_many:
             work = self._pixels(self._of_gpu)
             if len(work) < self._of_gpu.limits.max_children:
                 places.append((self._of_gpu, DecoderLoad(THREADS_OF_A_GPU, sum(work))))

@@ -129,11 +129,60 @@ class AheadStep:
         return len(self.decoded) + sum(each.chunk.num_inputs for each in self.chunks)
 
 
+class _Packing:
+    """Packs passes of decodes and of chunks, and finds room for their tokens."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, kv: KVCacheManager) -> None:
+        self._runner, self._scheduler, self._kv = runner, scheduler, kv
+
+    def decode_pass(
+        self,
+        decodes: Sequence[TokenSequence],
+        unread: Collection[TokenSequence],
+        before: _Flight | None,
+        rows: Sequence[int],
+    ) -> PackedPass:
+        """Packs decodes, the first of which have these rows in the pass before."""
+        joining = [self.decode_segment(each, each in unread) for each in decodes[len(rows) :]]
+        packed = self._runner.packed(joining) if joining else None
+        if before is None or before.batch.packed is None or not rows:
+            assert packed is not None
+            return pass_of_rows(packed, range(len(joining)))
+        kept = self.gone_on(decodes[: len(rows)], pass_of_rows(before.batch.packed, rows))
+        return kept if packed is None else joined_pass(kept, packed)
+
+    def decode_segment(self, sequence: TokenSequence, is_unread: bool) -> Segment:
+        place = _place(sequence, is_unread)
+        return sequence.segment(place, place + 1, 1, self._kv)
+
+    def chunk_segment(self, sequences: OpenSequences, chunk: Chunk) -> Segment:
+        sequence, num_rows = sequences.of_chunk(chunk), sequences.num_rows(chunk)
+        return sequence.segment(chunk.start, chunk.stop, num_rows, self._kv)
+
+    def has_room_for_all(self, sequences: Sequence[TokenSequence], packed: PackedPass) -> bool:
+        """Makes room for the next tokens of a pass; False if that lacks for one."""
+        begun = {row for rows in rows_begun(packed) for row in rows}
+        lens = packed.batches[0].context_lens
+        return all(self.has_room(sequences[row], int(lens[row]) + 1) for row in begun)
+
+    def gone_on(self, sequences: Sequence[TokenSequence], packed: PackedPass) -> PackedPass:
+        """Moves a pass of decodes on by a token, for which there is room."""
+
+        def block_at(group: int, row: int, index: int) -> int:
+            return self._kv.block_table(sequences[row].request_id, group)[index]
+
+        return go_on(packed, rows_begun(packed), block_at)
+
+    def has_room(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        return self._scheduler.make_room_ahead(sequence.scheduled, num_tokens)
+
+
 class RunAhead:
     """Keeps one pass under way while the tokens of the one before are booked."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, kv: KVCacheManager) -> None:
-        self._runner, self._scheduler, self._kv = runner, scheduler, kv
+        self._runner, self._scheduler = runner, scheduler
+        self._packing = _Packing(runner, scheduler, kv)
         self._flight: _Flight | None = None
         self._begun: list[Chunk] = []  # launched in this step, and end no prompt
 
@@ -201,9 +250,9 @@ class RunAhead:
         if before is None or before.tokens is None or before.wrong or not self._lasts(before.batch):
             return self._anew(sequences, before)
         batch = before.batch
-        if batch.packed is None or not self._has_room_for_all(batch.sequences, batch.packed):
+        if batch.packed is None or not self._packing.has_room_for_all(batch.sequences, batch.packed):
             return None
-        batch.packed = self._gone_on(batch.sequences, batch.packed)
+        batch.packed = self._packing.gone_on(batch.sequences, batch.packed)
         return self._launched(batch, batch.packed, before.tokens.ids)
 
     def _lasts(self, batch: _Batch) -> bool:
@@ -222,40 +271,24 @@ class RunAhead:
         rows = {} if before is None else before.decoded
         kept = [each for each in decodes if each in rows]
         decodes = [*kept, *(each for each in decodes if each not in rows)]
-        segments = [self._chunk_segment(sequences, chunk) for chunk in chunks]
-        own = self._decode_pass(decodes, unread, before, [rows[each] for each in kept])
+        segments = [self._packing.chunk_segment(sequences, chunk) for chunk in chunks]
+        own = self._packing.decode_pass(decodes, unread, before, [rows[each] for each in kept])
         packed = own
         if segments and all(each.is_whole and each.both_ways is None for each in segments):
             packed = joined_pass(own, self._runner.packed(segments))
         elif segments:
-            decoded = [self._decode_segment(each, each in unread) for each in decodes]
+            decoded = [self._packing.decode_segment(each, each in unread) for each in decodes]
             packed = self._runner.packed([*decoded, *segments])
         batch = self._batch(sequences, decodes, chunks, unread, own)
         chosen = np.array([unread.get(each, -1) for each in decodes])
         return self._launched(batch, packed, _token_ids(packed, chosen, before), visual_of(segments))
-
-    def _decode_pass(
-        self,
-        decodes: Sequence[TokenSequence],
-        unread: Collection[TokenSequence],
-        before: _Flight | None,
-        rows: Sequence[int],
-    ) -> PackedPass:
-        """Packs decodes, the first of which have these rows in the pass before."""
-        joining = [self._decode_segment(each, each in unread) for each in decodes[len(rows) :]]
-        packed = self._runner.packed(joining) if joining else None
-        if before is None or before.batch.packed is None or not rows:
-            assert packed is not None
-            return pass_of_rows(packed, range(len(joining)))
-        kept = self._gone_on(decodes[: len(rows)], pass_of_rows(before.batch.packed, rows))
-        return kept if packed is None else joined_pass(kept, packed)
 
     def _decodes(self, sequences: OpenSequences, unread: Mapping[TokenSequence, int]) -> list[TokenSequence]:
         """Lists those that decode in the next pass; none where one of them finds no room."""
         requests = self._scheduler.decodes_ahead({each.scheduled for each in unread})
         decodes = [sequences[each.request_id] for each in requests]
         has_room = all(
-            self._has_room(each, _place(each, each in unread) + 1 - each.scheduled.num_dropped)
+            self._packing.has_room(each, _place(each, each in unread) + 1 - each.scheduled.num_dropped)
             for each in decodes
         )
         return decodes if has_room else []
@@ -269,14 +302,6 @@ class RunAhead:
         if chunks is None:
             return None
         return chunks if all(_has_one_answer(sequences, each) for each in chunks) else None
-
-    def _decode_segment(self, sequence: TokenSequence, is_unread: bool) -> Segment:
-        place = _place(sequence, is_unread)
-        return sequence.segment(place, place + 1, 1, self._kv)
-
-    def _chunk_segment(self, sequences: OpenSequences, chunk: Chunk) -> Segment:
-        sequence, num_rows = sequences.of_chunk(chunk), sequences.num_rows(chunk)
-        return sequence.segment(chunk.start, chunk.stop, num_rows, self._kv)
 
     def _batch(
         self,
@@ -294,23 +319,6 @@ class RunAhead:
         others = [each for each in running if each not in going_on]
         left = [_num_left(each) - (each in unread) for each in decodes] if not chunks else [0]
         return _Batch(rows, chunks, ends, running, others, min(left), packed, sampler)
-
-    def _has_room_for_all(self, sequences: Sequence[TokenSequence], packed: PackedPass) -> bool:
-        """Makes room for the next tokens of a pass; False if that lacks for one."""
-        begun = {row for rows in rows_begun(packed) for row in rows}
-        lens = packed.batches[0].context_lens
-        return all(self._has_room(sequences[row], int(lens[row]) + 1) for row in begun)
-
-    def _gone_on(self, sequences: Sequence[TokenSequence], packed: PackedPass) -> PackedPass:
-        """Moves a pass of decodes on by a token, for which there is room."""
-
-        def block_at(group: int, row: int, index: int) -> int:
-            return self._kv.block_table(sequences[row].request_id, group)[index]
-
-        return go_on(packed, rows_begun(packed), block_at)
-
-    def _has_room(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        return self._scheduler.make_room_ahead(sequence.scheduled, num_tokens)
 
     def _launched(
         self, batch: _Batch, packed: PackedPass, token_ids: Tensor | None, visual: Embeddings | None = None

@@ -100,6 +100,30 @@ class ChildLimits:
     patience_s: float = 30.0
 
 
+class DeviceFailures:
+    """Counts what children with a device could not read, and others must."""
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._num_in_a_row = 0
+        self._has_said = False
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the device has failed so often that others should decode."""
+        return self._num_in_a_row >= MAX_FAILURES
+
+    def note(self, failure: EPDError | None) -> None:
+        """Notes that others must read on, which is said once; None: that a group was read."""
+        if failure is not None and not self._has_said:
+            self._has_said = True
+            is_clear = isinstance(failure, DeviceFailedError | UnsupportedMediaError)  # and names no file
+            why = str(failure) if is_clear else type(failure).__name__
+            logger.warning("the CPU decodes a video in place of %s: %s", self._device, why)
+        is_of_file = isinstance(failure, MediaError) and not isinstance(failure, ChildDiedError)
+        self._num_in_a_row = 0 if failure is None else self._num_in_a_row + (not is_of_file)
+
+
 class MediaChildren:
     """Children of one server process, each doing one job at a time. For any thread; callers wait."""
 
@@ -118,13 +142,12 @@ class MediaChildren:
         device: that decodes videos, as torch names it: see `ChildStream`.
         """
         self.background, self.device = background, device
+        self.failures = DeviceFailures(device)
         self.limits = limits or ChildLimits()
         self.server = ChildServer(
             self.limits.memory_bytes, decodes_video=decodes_video, opens_gpu=device is not None
         )
         self.num_lost = 0
-        self._num_failures = 0  # of the device, in a row
-        self._has_said = False
         self._changed = threading.Condition()
         self._idle: list[Child] = []
         self._parked: OrderedDict[Hashable, Child] = OrderedDict()  # of streams that nobody reads now
@@ -266,21 +289,6 @@ class MediaChildren:
         """Returns the child of a stream; None if it was given to others."""
         with self._changed:
             return self._parked.pop(stream, None)
-
-    @property
-    def is_left_alone(self) -> bool:
-        """Whether the device has failed so often that others should decode."""
-        return self._num_failures >= MAX_FAILURES
-
-    def note(self, failure: EPDError | None) -> None:
-        """Notes that others must read on, which is said once; None: that a group was read."""
-        if failure is not None and not self._has_said:
-            self._has_said = True
-            is_clear = isinstance(failure, DeviceFailedError | UnsupportedMediaError)  # and names no file
-            why = str(failure) if is_clear else type(failure).__name__
-            logger.warning("the CPU decodes a video in place of %s: %s", self.device, why)
-        is_of_file = isinstance(failure, MediaError) and not isinstance(failure, ChildDiedError)
-        self._num_failures = 0 if failure is None else self._num_failures + (not is_of_file)
 
     def close(self) -> None:
         """Ends all children, including those that callers wait for."""

@@ -63,10 +63,10 @@ class ChildStream:
         if self._spare is not None:
             try:
                 frames = self._read()
-                self._children.note(None)
+                self._children.failures.note(None)
                 return frames
             except (MediaError, UnavailableError) as error:
-                self._children.note(error)
+                self._children.failures.note(error)
                 with self._lock:
                     self._children, self._spare = self._spare, None
         return attempted_twice(self._read)

@@ -402,12 +402,12 @@ def test_a_part_that_arrives_while_its_upload_ends_leaves_nothing(
     upload = begun(front).json()["id"]
     store = front.server.front.uploads
     assert store is not None
-    check_room = store.files.check_room
+    check_bytes = store.files.room.check_bytes
 
     def cancel_meanwhile() -> None:
-        check_room()
+        check_bytes()
         store.cancel("", upload)
 
-    monkeypatch.setattr(store.files, "check_room", cancel_meanwhile)
+    monkeypatch.setattr(store.files.room, "check_bytes", cancel_meanwhile)
     assert part(front, upload, b"x").status_code == 400
     assert left_in(folder) == [".json", ".lock"]

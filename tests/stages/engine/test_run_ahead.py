@@ -97,13 +97,13 @@ def test_the_next_pass_is_what_would_be_packed_anew(
         nonlocal num_beside
         pairs = zip(batch.sequences, batch.sampler._nums_unread, strict=True)
         segments = [
-            each.segment(start := each.scheduled.num_tokens - 1 + num_unread, start + 1, 1, ahead._kv)
+            each.segment(start := each.scheduled.num_tokens - 1 + num_unread, start + 1, 1, engine.kv)
             for each, num_unread in pairs
             if each not in batch.ends
         ]
         for chunk in batch.chunks:
             sequence = engine._sequences.of_chunk(chunk)
-            segments.append(sequence.segment(chunk.start, chunk.stop, int(sequence in batch.ends), ahead._kv))
+            segments.append(sequence.segment(chunk.start, chunk.stop, int(sequence in batch.ends), engine.kv))
         try:
             _check_equal(packed, ahead._runner.packed(segments))
         except AssertionError as error:
