@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import sys
@@ -55,6 +56,7 @@ _FIND_S = 10.0
 _LOOK_EVERY_S = 0.2
 # For replicas to end, after their requests. Those that still start are ended by Serve, who waits for them.
 _END_S, _TAKE_BACK_S = 30.0, 15.0
+_SEE_LOGS = f"see the logs in /tmp/ray-{os.getuid()}/ray, or those of the cluster that was joined"
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 # What Serve says of a replica for which no machine has room, after half a minute.
 _NO_ROOM = re.compile(
@@ -178,9 +180,7 @@ def _as_unavailable() -> Iterator[None]:
     except EPDError:
         raise
     except Exception as error:  # Ray's own are of any class
-        raise UnavailableError(
-            f"the application does not start: {reason_of(error)}; see the logs in /tmp/ray"
-        ) from error
+        raise UnavailableError(f"the application does not start: {reason_of(error)}; {_SEE_LOGS}") from error
 
 
 def _delete(name: str, owner: str, within_s: float) -> None:
@@ -273,9 +273,7 @@ def start_error(messages: Sequence[str], said: str) -> EPDError:
                 return kind(text)
         if "Traceback" in message:
             reason = message.strip().rpartition("\n")[2]
-    return UnavailableError(
-        f"the application does not start: {reason_of(RuntimeError(reason))}; see the logs in /tmp/ray"
-    )
+    return UnavailableError(f"the application does not start: {reason_of(RuntimeError(reason))}; {_SEE_LOGS}")
 
 
 @contextmanager
