@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec
 
 from epd.errors import NotFoundError, OverloadedError, RequestError, RequestLimitError
+from epd.serve_app.fair_threads import FairThreads, ResultT
 from epd.serve_app.files.records import (
     MEDIA_PURPOSES,
     FileObject,
@@ -27,8 +29,12 @@ from epd.serve_app.files.records import (
 )
 from epd.serve_app.files.settings import FileSettings, check_id, new_id, not_found
 
+P = ParamSpec("P")
+
 _ABANDONED_S = 24 * 3600.0
 _NEVER_S = 2**31 - 1  # the latest time of every file system
+# Threads for what blocks, and those that one owner may have.
+_NUM_THREADS, _MAX_PER_OWNER = 8, 4
 
 
 class FolderRoom:
@@ -83,13 +89,14 @@ class FolderRoom:
 
 
 class FileStore:
-    """Finds and changes files. Its methods block, and may be called by any thread of any server."""
+    """Finds and changes files. All but `run` blocks, and may be called by any thread of any server."""
 
     def __init__(self, settings: FileSettings) -> None:
         """Raises RequestError for a folder that cannot be written."""
         self.settings = settings
         self.folder = settings.files_folder
         self.room = FolderRoom(settings, self.owned_by)
+        self._threads = FairThreads("files", _NUM_THREADS, _MAX_PER_OWNER)
         try:
             settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -99,6 +106,16 @@ class FileStore:
                 "change --files-dir"
             ) from error
         self._remove_abandoned()
+
+    async def run(
+        self, owner: str, work: Callable[P, ResultT], *given: P.args, **options: P.kwargs
+    ) -> ResultT:
+        """Does what blocks in a thread, owners in turns. Used from one event loop; raises as `work` does."""
+        return await self._threads.run(owner, partial(work, *given, **options))
+
+    def close(self) -> None:
+        """Ends the threads of `run`."""
+        self._threads.close()
 
     def owned_by(self, owner: str, purpose: str | None = None) -> list[FileObject]:
         """Returns an owner's files, in any order."""

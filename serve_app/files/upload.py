@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +10,7 @@ from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from epd.errors import RequestError, RequestLimitError
+from epd.serve_app.fair_threads import ResultT
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import UPLOAD_PURPOSES, FileObject, Purpose
 
@@ -170,36 +169,51 @@ async def kept_upload(
     owner: whose it is
     chunks: of the body
     """
-    part = await asyncio.to_thread(store.new_part, owner)
+    part = await store.run(owner, store.new_part, owner)
     form = UploadForm(content_type, part, store.settings.max_file_bytes)
-    async with written(store, form, chunks):
-        return await asyncio.to_thread(store.keep, part, owner, form.filename, form.purpose)
+    return await kept_form(
+        store, owner, form, chunks, lambda: store.keep(part, owner, form.filename, form.purpose)
+    )
 
 
-@asynccontextmanager
-async def written(store: FileStore, form: UploadForm, chunks: AsyncIterator[bytes]) -> AsyncIterator[None]:
-    """Writes the file of a form; it is removed at the end unless it was moved. Raises EPDError, OSError."""
-    try:
-        await _write_all(store, form, chunks)
+async def kept_form(
+    store: FileStore,
+    owner: str,
+    form: UploadForm,
+    chunks: AsyncIterator[bytes],
+    keep: Callable[[], ResultT],
+) -> ResultT:
+    """Writes the file of a form. Returns what `keep` does, which may move it; otherwise it is removed.
+
+    Raises EPDError, OSError.
+    """
+
+    def end(rest: bytes) -> ResultT:
+        form.write(rest)
+        form.close()
         form.check()
-        yield
+        return keep()
+
+    try:
+        return await store.run(owner, end, await _write_pieces(store, owner, form, chunks))
     finally:
         form.close()
         form.path.unlink(missing_ok=True)
 
 
-async def _write_all(store: FileStore, form: UploadForm, chunks: AsyncIterator[bytes]) -> None:
-    """Writes in pieces, so that a thread is needed once for many chunks."""
+async def _write_pieces(
+    store: FileStore, owner: str, form: UploadForm, chunks: AsyncIterator[bytes]
+) -> bytes:
+    """Writes in pieces, so that a thread is needed once for many chunks. Returns what is less than one."""
     waiting, since_check = bytearray(), 0
     async for chunk in chunks:
         waiting += chunk
         if len(waiting) < _PIECE_BYTES:
             continue
-        await asyncio.to_thread(form.write, bytes(waiting))
+        await store.run(owner, form.write, bytes(waiting))
         since_check += len(waiting)
         waiting.clear()
         if since_check > _ROOM_BYTES:
             since_check = 0
-            await asyncio.to_thread(store.room.check_bytes)
-    await asyncio.to_thread(form.write, bytes(waiting))
-    form.close()
+            await store.run(owner, store.room.check_bytes)
+    return bytes(waiting)

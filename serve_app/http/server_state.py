@@ -79,6 +79,8 @@ class ServerState(ChatAnswers):
     def close(self) -> None:
         super().close()
         self.tracing.close()
+        if self.files is not None:
+            self.files.close()
 
     async def render_metrics(self) -> bytes:
         """Returns the metrics as they are now, as Prometheus scrapes them."""

@@ -10,11 +10,12 @@ import logging
 import os
 import re
 import secrets
+import stat
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,28 @@ def _folder_for_imports() -> Iterator[Path]:
         folder.remove()
 
 
+def ray_folder() -> Path:
+    """Returns where Ray keeps its sessions: in Ray's own place, since paths of sockets must be short."""
+    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
+    above = next(filter(None, map(os.environ.get, names)), "/tmp")
+    return Path(above) / f"ray-{os.getuid()}" / "ray"
+
+
+def own_ray_folder() -> Path:
+    """Returns where Ray keeps its sessions, with logs and sockets, which it opens to every user.
+
+    The folder above is of this user alone. Raises UnavailableError where it is another's.
+    """
+    folder = ray_folder().parent
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UnavailableError(f"'{folder}' is no folder of this user's; remove it, or set RAY_TMPDIR")
+    folder.chmod(0o700)
+    return ray_folder()
+
+
 def _start(settings: RaySettings) -> None:
     """Starts a new cluster, even if another runs on this machine. Its processes inherit the environment."""
     os.environ |= {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in os.environ}
@@ -120,6 +143,7 @@ def _start(settings: RaySettings) -> None:
     # Every replica pushes Serve's own metrics ten times a second by default, idle or not.
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # its owner may run code as this user
+    folder = own_ray_folder()
     try:
         with _without_keys():
             ray.init(
@@ -131,9 +155,10 @@ def _start(settings: RaySettings) -> None:
                 log_to_driver=settings.shows_logs,
                 logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
             )
     except Exception as error:  # Ray's own are of any class
-        raise UnavailableError(f"Ray does not start: {reason_of(error)}; see the logs in /tmp/ray") from error
+        raise UnavailableError(f"Ray does not start: {reason_of(error)}; see the logs in {folder}") from error
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from epd.serve_app.app import application
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.observability.logs import operation
-from epd.serve_app.ray.cluster import RaySettings, ray_cluster, reason_of
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster, ray_folder, reason_of
 from epd.serve_app.ray.gpus import with_gpus
 from epd.serve_app.ray.supervisor import ends_once, supervised
 from epd.serve_app.ray.tenancy import (
@@ -55,6 +55,7 @@ _FIND_S = 10.0
 _LOOK_EVERY_S = 0.2
 # For replicas to end, after their requests. Those that still start are ended by Serve, who waits for them.
 _END_S, _TAKE_BACK_S = 30.0, 15.0
+_SEE_LOGS = f"see the logs in {ray_folder()}, or those of the cluster that was joined"
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 # What Serve says of a replica for which no machine has room, after half a minute.
 _NO_ROOM = re.compile(
@@ -178,9 +179,7 @@ def _as_unavailable() -> Iterator[None]:
     except EPDError:
         raise
     except Exception as error:  # Ray's own are of any class
-        raise UnavailableError(
-            f"the application does not start: {reason_of(error)}; see the logs in /tmp/ray"
-        ) from error
+        raise UnavailableError(f"the application does not start: {reason_of(error)}; {_SEE_LOGS}") from error
 
 
 def _delete(name: str, owner: str, within_s: float) -> None:
@@ -273,9 +272,7 @@ def start_error(messages: Sequence[str], said: str) -> EPDError:
                 return kind(text)
         if "Traceback" in message:
             reason = message.strip().rpartition("\n")[2]
-    return UnavailableError(
-        f"the application does not start: {reason_of(RuntimeError(reason))}; see the logs in /tmp/ray"
-    )
+    return UnavailableError(f"the application does not start: {reason_of(RuntimeError(reason))}; {_SEE_LOGS}")
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Checks the formats of requests in processes of their own, before anything else is done for a request.
 
 wanted format -> kept verdict | an idle child | a new one -> grammar or RequestError
-no answer in time, or the child has died: it is ended, the format refused, the next gets a new child
+no answer in time, or the child has died: it is ended, the format refused, and a new one started at once, so
+that whoever asks next does not wait for it
 
     parent  --a line of JSON: kind, text, whitespace-->  child  --a line of JSON: grammar or error-->  parent
 
@@ -90,9 +91,18 @@ class GrammarChecker:
             status = child.status()
             child.close()
             if status != -signal.SIGKILL:
+                self._replace()
                 break
         reply: dict[str, str] | None = None if line is None else json.loads(line)
         return reply
+
+    def _replace(self) -> None:
+        """Starts a child for one that a format has ended."""
+        with suppress(UnavailableError):
+            child = _Child()
+            self._idle.append(child)
+            if self._is_closed:
+                self.close()
 
     def close(self) -> None:
         """Ends the children."""

@@ -69,13 +69,17 @@ class BodyReader:
             raise self._too_slow() from None
 
     async def chunks(self, request: Request) -> AsyncIterator[bytes]:
-        """Yields a body of any type and size, which the caller limits. Raises RequestTimeoutError."""
+        """Yields a body of any type and size, which the caller limits. Raises RequestTimeoutError.
+
+        A chunk that is there waits for no turn of the event loop.
+        """
         stream = aiter(request.stream())
         clock = asyncio.get_running_loop().time
         end_s = clock() + self.limits.grace_s
         while True:
             try:
-                chunk = await asyncio.wait_for(anext(stream, None), end_s - clock())
+                async with asyncio.timeout_at(end_s):
+                    chunk = await anext(stream, None)
             except TimeoutError:
                 raise self._too_slow() from None
             if chunk is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import math
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 
@@ -18,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from epd.control.recent import Recent
 from epd.errors import (
     AdminRightError,
     AuthenticationError,
@@ -54,6 +57,28 @@ ANSWER_ROUTES = {
 _CLOSING = (RequestLimitError, RequestTimeoutError)
 
 
+_MAX_HELD_S, _MAX_CLIENTS = 1.0, 4096
+
+
+class HeldRefusals:
+    """Holds back what a client is refused if it has not waited as it was told.
+
+    refused: wait 1 s    asks after 0.1 s, is refused 0.9 s later    asks after 1 s, is refused at once
+    """
+
+    def __init__(self) -> None:
+        """Has refused nobody yet."""
+        self._until_s: Recent[str, float] = Recent(_MAX_CLIENTS)
+
+    async def hold(self, client: str, retry_after_s: float) -> None:
+        """Waits for a second at most. retry_after_s: what the client is told now"""
+        now_s = time.monotonic()
+        until_s = self._until_s.get(client) or now_s
+        self._until_s.set(client, max(until_s, now_s + min(retry_after_s, _MAX_HELD_S)))
+        if until_s > now_s:
+            await asyncio.sleep(until_s - now_s)
+
+
 class RequestEdge:
     """Gives every HTTP request a record, every answer its request's id, and every bug an error response."""
 
@@ -75,6 +100,7 @@ class RequestEdge:
         self._answers = answers or {}
         self._on_finished = on_finished
         self._host_check = host_check
+        self._refusals = HeldRefusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,6 +125,7 @@ class RequestEdge:
                 headers["X-Request-Id"] = record.request_id
                 if self._clients is not None and record.client and is_answer:
                     headers.update(self._clients.headers(record.client))
+                await self._hold(scope, record, headers)
             await send(message)
 
         try:
@@ -110,6 +137,11 @@ class RequestEdge:
                 await bug_response(record)(scope, receive, send_with_id)
         finally:
             self._on_finished(record)
+
+    async def _hold(self, scope: Scope, record: RequestRecord, headers: MutableHeaders) -> None:
+        client = scope["state"].get("client")
+        if record.status == HTTPStatus.TOO_MANY_REQUESTS and isinstance(client, Client):
+            await self._refusals.hold(client.share, float(headers.get("retry-after", "0")))
 
     def _app_for(self, scope: Scope, record: RequestRecord) -> ASGIApp:
         app = self._answers.get(route_path(scope), self._app) if record.is_answer else self._app

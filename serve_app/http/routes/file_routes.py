@@ -7,7 +7,6 @@ batches    files of requests that are answered in the background
 
 from __future__ import annotations
 
-import asyncio
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
@@ -31,7 +30,7 @@ from epd.serve_app.files.records import (
     UploadState,
 )
 from epd.serve_app.files.settings import MAX_LISTED, page_of
-from epd.serve_app.files.upload import UploadForm, kept_upload, written
+from epd.serve_app.files.upload import UploadForm, kept_form, kept_upload
 from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.http.guard.http_guard import client_of
 from epd.serve_app.http.routes.prompt_routes import body_of
@@ -152,7 +151,7 @@ async def create_upload(request: Request) -> UploadObject:
     """Begins an upload; its size is checked here, before any byte of it is sent."""
     store = _uploads_of(request)
     asked = await server_of(request).read_small(request, UploadRequest, _MAX_UPLOAD_BYTES)
-    return await asyncio.to_thread(store.create, _owner_of(request), asked)
+    return await store.files.run(owner := _owner_of(request), store.create, owner, asked)
 
 
 @file_routes.get("/v1/uploads/{upload_id}")
@@ -167,11 +166,13 @@ async def add_part(request: Request, upload_id: str) -> PartObject:
     store, owner = _uploads_of(request), _owner_of(request)
     _check_announced(request, store.settings.max_part_bytes)
     try:
-        path = await asyncio.to_thread(store.new_part, owner, upload_id)
+        path = await store.files.run(owner, store.new_part, owner, upload_id)
         content_type = request.headers.get("content-type", "")
         form = UploadForm(content_type, path, store.settings.max_part_bytes, "data")
-        async with written(store.files, form, server_of(request).bodies.chunks(request)):
-            return await asyncio.to_thread(store.keep_part, owner, upload_id, path)
+        chunks = server_of(request).bodies.chunks(request)
+        return await kept_form(
+            store.files, owner, form, chunks, lambda: store.keep_part(owner, upload_id, path)
+        )
     except OSError as error:
         raise StorageFullError(f"the part cannot be kept: {error.strerror}; send it again later") from error
 
@@ -182,7 +183,7 @@ async def complete_upload(request: Request, upload_id: str) -> UploadObject:
     store = _uploads_of(request)
     asked = await server_of(request).read_small(request, CompleteRequest, _MAX_UPLOAD_BYTES)
     try:
-        return await asyncio.to_thread(store.complete, _owner_of(request), upload_id, asked)
+        return await store.files.run(owner := _owner_of(request), store.complete, owner, upload_id, asked)
     except OSError as error:
         raise StorageFullError(f"the parts cannot be joined: {error.strerror}; upload them later") from error
 
@@ -206,7 +207,7 @@ async def create_batch(request: Request) -> BatchObject:
     """Has a file of requests answered in the background."""
     store = _batches_of(request)
     asked = await server_of(request).read_small(request, BatchRequest, _MAX_BATCH_BYTES)
-    return await asyncio.to_thread(store.create, _owner_of(request), asked)
+    return await store.files.run(owner := _owner_of(request), store.create, owner, asked)
 
 
 @batch_routes.get("/v1/batches")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from time import monotonic, sleep
+from typing import cast
 
 import pytest
+from fastapi import Request
 
-from epd.serve_app.http.guard.body_reader import BodyLimits
+from epd.serve_app.http.guard.body_reader import BodyLimits, BodyReader
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.server import NEVER_S, wait_until
 
@@ -87,3 +90,28 @@ def test_a_client_that_leaves_while_it_sends_is_a_line_and_no_traceback(
         wait_until(lambda: "status=499 error=disconnected" in caplog.text)
     assert "bug" not in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_chunks_that_are_there_wait_for_no_turn_of_the_event_loop() -> None:
+    """Otherwise an upload takes as many turns as it has chunks, each as long as what others send."""
+
+    class Sent:
+        async def stream(self) -> AsyncIterator[bytes]:
+            for _ in range(16):
+                yield b"x"
+
+    async def read() -> tuple[int, list[bytes]]:
+        loop, turns, is_over = asyncio.get_running_loop(), 0, False
+
+        def count() -> None:
+            nonlocal turns
+            turns += 1
+            if not is_over:
+                loop.call_soon(count)
+
+        loop.call_soon(count)
+        chunks = [chunk async for chunk in BodyReader().chunks(cast(Request, Sent()))]
+        is_over = True
+        return turns, chunks
+
+    assert asyncio.run(read()) == (0, [b"x"] * 16)

@@ -26,6 +26,7 @@ from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import BatchRequest, StoredBatch
 from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.files.upload import UploadForm
 from epd.stages.grammar.formats import AnswerFormat
 from tests.serve_app.conftest import QUESTION, Front, image_part
 from tests.serve_app.fakes import FakeService
@@ -166,6 +167,33 @@ def test_a_client_that_takes_all_seats_leaves_some_for_others(
 def uploaded(front: Front, key: str, num_bytes: int) -> int:
     form = {"files": {"file": ("a", b"x" * num_bytes)}, "data": {"purpose": "user_data"}}
     return front.http.post("/v1/files", headers=sent(key), **form).status_code  # type: ignore[arg-type]
+
+
+def test_a_client_whose_uploads_are_written_slowly_leaves_threads_for_others(
+    run_front: Callable[..., Front], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be slow while one writes to it."""
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    front = run_front(api_keys_file=file, files=FileSettings(tmp_path / "files"))
+    begun: list[UploadForm] = []
+    released, write = threading.Event(), UploadForm.write
+
+    def slow(form: UploadForm, data: bytes) -> None:
+        if len(data) > 10_000:
+            begun.append(form)
+            released.wait(NEVER_S)
+        write(form, data)
+
+    monkeypatch.setattr(UploadForm, "write", slow)
+    with ThreadPoolExecutor(NUM_UPLOADS) as threads, ExitStack() as stack:
+        stack.callback(released.set)
+        many = [threads.submit(uploaded, front, "many", 20_000) for _ in range(NUM_UPLOADS)]
+        wait_until(lambda: len(begun) == 4)
+        assert uploaded(front, "one", 9) == 200
+        assert len(begun) == 4
+        released.set()
+        assert {each.result() for each in many} == {200}
 
 
 def upload_begun(front: Front, key: str) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -15,8 +17,11 @@ from epd import errors
 from epd.errors import EPDError, OverloadedError, exit_code, http_status
 from epd.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from epd.serve_app.http.guard.body_reader import BodyLimits
+from epd.serve_app.http.guard.http_guard import HeldRefusals
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import FakeService
+from tests.serve_app.http.test_api_keys import ask
+from tests.serve_app.http.test_api_keys import line as key_line
 from tests.serve_app.server import wait_until
 
 
@@ -255,6 +260,29 @@ def test_a_flood_is_turned_away(run_front: Callable[..., Front]) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
     wait_until(lambda: front.server.front.num_requests == 0)
     assert front.ask().status_code == 200
+
+
+def test_a_client_that_does_not_wait_is_refused_when_it_was_told_to_ask_again(
+    run_front: Callable[..., Front], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it takes no turns of the event loop by asking again at once. Others are refused at once."""
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    front = run_front(FakeService(error=OverloadedError("busy", 2.5)), api_keys_file=file)
+    held_s: list[float] = []
+    hold = HeldRefusals.hold
+
+    async def noted(refusals: HeldRefusals, client: str, retry_after_s: float) -> None:
+        start_s = time.monotonic()
+        await hold(refusals, client, retry_after_s)
+        held_s.append(time.monotonic() - start_s)
+
+    monkeypatch.setattr(HeldRefusals, "hold", noted)
+    start_s = time.monotonic()
+    assert [ask(front, key).status_code for key in ("many", "one", "many")] == [429] * 3
+    assert time.monotonic() - start_s >= 1.0
+    first, other, again = held_s
+    assert again > max(first, other)
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,19 @@ def test_a_child_that_the_system_has_ended_costs_no_request() -> None:
     finally:
         checker.close()
     assert not checker._idle
+
+
+def test_a_format_that_ends_its_child_leaves_the_next_one_a_child() -> None:
+    """Who asks it waits for the start of another, and not who asks next."""
+    checker, slow = GrammarChecker(), {"type": "integer", "multipleOf": 99_999_989}
+    try:
+        checker.grammar_of(format_of("regex", "a"))
+        first = checker._idle[0]._process.pid
+        with pytest.raises(RequestError, match="needs more than"):
+            checker.grammar_of(format_of("json_schema", slow))
+        (child,) = checker._idle
+        assert child._process.pid != first
+        assert checker.grammar_of(format_of("regex", "b"))
+        assert checker._idle == [child]
+    finally:
+        checker.close()
