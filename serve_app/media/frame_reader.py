@@ -203,22 +203,24 @@ class ChildDecoder:
         self._lock = threading.Lock()
 
     def __call__(self, file: video.OpenFile, name: str, order: DecodeOrder, pixels: float) -> FrameStream:
+        what = (order.times_s, order.size, order.group_sizes)
+        if self._of_gpu is None:
+            return video.ChildStream(self._of_cpu, file, name, *what)
         with self._lock:
             self._videos = [each for each in self._videos if not each[0].is_closed]
-            places = self._places()
+            places = self._places(self._of_gpu)
             chosen = places[soonest([load for _, load in places], pixels)][0]
             spare = None if chosen is self._of_cpu else self._of_cpu
-            what = (order.times_s, order.size, order.group_sizes)
             self._videos.append((video.ChildStream(chosen, file, name, *what, spare), pixels))
             return self._videos[-1][0]
 
-    def _places(self) -> list[tuple[video.MediaChildren, DecoderLoad]]:
+    def _places(self, of_gpu: video.MediaChildren) -> list[tuple[video.MediaChildren, DecoderLoad]]:
         """Returns those that can take a video, the CPU first."""
         places = [(self._of_cpu, DecoderLoad(usable_cpus(), sum(self._pixels(self._of_cpu))))]
-        if self._of_gpu is not None and not self._of_gpu.failures.are_too_many:
-            work = self._pixels(self._of_gpu)
-            if len(work) < self._of_gpu.limits.max_children:
-                places.append((self._of_gpu, DecoderLoad(THREADS_OF_A_GPU, sum(work))))
+        if not of_gpu.failures.are_too_many:
+            work = self._pixels(of_gpu)
+            if len(work) < of_gpu.limits.max_children:
+                places.append((of_gpu, DecoderLoad(THREADS_OF_A_GPU, sum(work))))
         return places
 
     def _pixels(self, children: video.MediaChildren) -> list[float]:
