@@ -211,13 +211,17 @@ class WorkerCalls:
         return self._shared.fleet.workers.get(worker) or WorkerInfo(worker, frozenset(), is_alive=False)
 
     async def ask_or_redo(
-        self, attempt: Attempt, stage: Stage, worker: str, message: Message[bool]
+        self, attempt: Attempt, stage: Stage, worker: str, message: Redirect | Move, reserved_at: str
     ) -> bool | None:
-        """Asks as `ask` does. If it is unknown whether the message was handled, the request is retried."""
+        """Asks as `ask` does. If it is unknown whether the message was handled, the request is retried.
+
+        Then what was reserved is given back: an attempt that had ended before has been aborted before.
+        """
         try:
             return await self.ask(attempt, stage, worker, message)
         except EPDError:
             attempt.end(Outcome.TAKEN_BACK)
+            await self.abort(attempt, reserved_at)
             raise
 
 
@@ -309,7 +313,7 @@ class DecodeMoves:
         if room is None:
             return None
         message = Redirect(attempt.id, room.ticket, room.incarnation)
-        is_taken = await self._calls.ask_or_redo(attempt, "prefill", prefiller, message)
+        is_taken = await self._calls.ask_or_redo(attempt, "prefill", prefiller, message, room.worker)
         if is_taken and attempt.decode_worker == former:
             attempt.placement.move_decode(room.worker)
             await self._calls.abort(attempt, former)
@@ -342,7 +346,7 @@ class DecodeMoves:
             return False
         attempt.moving_to = room.worker
         moving = Move(attempt.id, room.ticket, room.incarnation)
-        is_taken = await self._calls.ask_or_redo(attempt, "decode", former, moving)
+        is_taken = await self._calls.ask_or_redo(attempt, "decode", former, moving, room.worker)
         if is_taken or attempt.decode_worker == room.worker:  # it may be there before the reply, or without
             return True
         attempt.moving_to = ""

@@ -103,6 +103,7 @@ SMALLER = [
     ("next boards", 21072, "small"),
     ("anything", 24423, "middle"),
     ("next boards", 24885, "middle"),
+    ("lost leaders", 30464, "small"),
 ]
 
 
@@ -111,7 +112,8 @@ def test_smaller_worlds_that_found_a_fault_find_none(aim: str, seed: int, size: 
     """While the board is restarted, a worker leaves, a front accuses another member, and a worker joins.
 
     A lost worker continues there too: it counts where a request is blamed. Fronts that continue after their
-    loss blame no request for it, and tell the next board of no loss.
+    loss blame no request for it, and tell the next board of no loss. Room for an answer that moves is given
+    back where its client left before the room was there.
     """
     assert not simulate(drawn(seed, len(pool.questions), aim, size), pool).findings
 
