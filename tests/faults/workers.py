@@ -143,6 +143,12 @@ class _AtOnce(Executor):
         return done
 
 
+def _swap_task(loop: asyncio.AbstractEventLoop | None, task: asyncio.Task[Any] | None) -> Any:
+    """Makes a task the one that runs; returns the one before. Since Python 3.14 a thread has only one."""
+    swap = getattr(asyncio.tasks, "_swap_current_task", None)  # of Python 3.12 and newer
+    return swap(loop, task) if swap is not None and loop is not None else None
+
+
 class _AtOnceLoop(asyncio.BaseEventLoop):
     """Calls back at once, from within the loop of the simulation, until nothing is left to do."""
 
@@ -152,11 +158,13 @@ class _AtOnceLoop(asyncio.BaseEventLoop):
         handle = self.call_soon(callback, *args, context=context)
         if not self._is_calling:
             outer, self._is_calling = asyncio._get_running_loop(), True
+            task = _swap_task(outer, None)
             asyncio._set_running_loop(self)
             try:
                 self._call_all()
             finally:
                 asyncio._set_running_loop(outer)
+                _swap_task(outer, task)
                 self._is_calling = False
         return handle
 
