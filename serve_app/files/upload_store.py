@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class UploadStore:
         self.files = files
         self.settings = files.settings
         self._folder = files.folder
+        self._seen: dict[str, tuple[float, float]] = {}  # the last change, and since when it is known
         self.remove_expired()
 
     def create(self, owner: str, asked: UploadRequest) -> UploadObject:
@@ -119,14 +120,25 @@ class UploadStore:
             return self._finish(self._pending(owner, upload_id), status="cancelled")
 
     def remove_expired(self) -> None:
-        """Removes uploads without a part for hours, what is left of others, and files whose time is over."""
+        """Removes uploads without a part for hours, what is left of others, and files whose time is over.
+
+        The hours are those that this server has watched: the clock on the wall may be set meanwhile.
+        """
         self.files.remove_expired()
+        uploads: dict[str, list[Path]] = {}
         for path in self._folder.glob("upload_*"):
-            record = path.with_name(f"{path.name.partition('.')[0]}.json")
-            with suppress(FileNotFoundError):
-                newest = record if record.exists() else path
-                if time.time() - newest.stat().st_mtime > _PATIENCE_S:
-                    path.unlink()
+            uploads.setdefault(path.name.partition(".")[0], []).append(path)
+        now_s, before, seen_now = time.monotonic(), self._seen, dict[str, tuple[float, float]]()
+        for upload_id, paths in uploads.items():
+            changed_s = _changed_s(paths)
+            seen = before.get(upload_id, (changed_s, now_s))
+            since_s = seen[1] if seen[0] == changed_s else now_s
+            if now_s - since_s <= _PATIENCE_S:
+                seen_now[upload_id] = changed_s, since_s
+                continue
+            for path in paths:
+                path.unlink(missing_ok=True)
+        self._seen = seen_now
 
     # One upload
 
@@ -191,6 +203,15 @@ class UploadStore:
                 "left; cancel some",
                 10.0,
             )
+
+
+def _changed_s(paths: Sequence[Path]) -> float:
+    """Returns when the file system says that one of them was changed last; 0 if all were removed."""
+    times_s = [0.0]
+    for path in paths:
+        with suppress(FileNotFoundError):
+            times_s.append(path.stat().st_mtime)
+    return max(times_s)
 
 
 def _record(folder: Path, upload_id: str) -> Path:

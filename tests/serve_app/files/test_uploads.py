@@ -173,16 +173,38 @@ def test_a_cancelled_upload_leaves_nothing(run_front: RunFront, folder: Path) ->
         assert "cancelled" in reply.json()["error"]["message"]
 
 
-def test_uploads_that_are_left_alone_end(run_front: RunFront, folder: Path) -> None:
+def test_uploads_that_are_left_alone_end(
+    run_front: RunFront, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = run_front(files=FileSettings(folder))
+    alone, used = begun(front).json()["id"], begun(front).json()["id"]
+    assert part(front, alone, BYTES[:10]).status_code == 200
+    begun(front)
+    later_s, now_s = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now_s() + later_s)
+    later_s = _PATIENCE_S - 60
+    assert part(front, used, BYTES[:10]).status_code == 200
+    begun(front)
+    later_s += 120
+    begun(front)
+    assert front.http.get(f"/v1/uploads/{alone}").status_code == 404
+    assert not list(folder.rglob(f"{alone}*"))
+    assert front.http.get(f"/v1/uploads/{used}").status_code == 200
+
+
+@pytest.mark.parametrize("hours", [-9, 9])
+def test_an_upload_goes_on_when_the_clock_is_set(
+    run_front: RunFront, folder: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
     front = run_front(files=FileSettings(folder))
     upload = begun(front).json()["id"]
-    assert part(front, upload, BYTES[:10]).status_code == 200
-    long_ago = time.time() - _PATIENCE_S - 10
-    for path in (folder / "files").iterdir():
-        os.utime(path, (long_ago, long_ago))
-    other = begun(front).json()["id"]
-    assert front.http.get(f"/v1/uploads/{upload}").status_code == 404
-    assert [path.name for path in (folder / "files").iterdir()] == [f"{other}.json"]
+    first = part(front, upload, BYTES[:10]).json()["id"]
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    for path in folder.rglob("upload_*"):  # what the file system says is as far behind, or ahead
+        os.utime(path, (now() - 3600 * hours,) * 2)
+    begun(front)
+    assert front.http.get(f"/v1/uploads/{upload}").json()["parts"][0]["id"] == first
 
 
 def test_a_file_is_kept_as_long_as_its_client_said(
