@@ -63,6 +63,7 @@ def plan_groups(
     group_tokens: int,
     tower_shares: Sequence[float | None] | None = None,
     cache_salt: str = "",
+    client: str = "",
 ) -> list[MediaGroup]:
     """Plans all groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
 
@@ -73,6 +74,7 @@ def plan_groups(
     tower_shares: of each item, see `GroupKey`; None for all tokens of each. What is kept later is not in a
         key: requests that keep different shares share encodings.
     cache_salt: with which the hashes are salted.
+    client: see `GroupKey`.
     """
     groups, salt = [], salted("", cache_salt)
     shares = [None] * len(plans) if tower_shares is None else tower_shares
@@ -85,7 +87,7 @@ def plan_groups(
             part = plan.part(start, stop)
             tiles = (0, 0) if plan.kind == "video" else (start, stop)
             times_s = part.times_s + part.drawn_times_s
-            key = GroupKey(mm_hash, times_s, tiles, plan.resized, model, share, salt=salt)
+            key = GroupKey(mm_hash, times_s, tiles, plan.resized, model, share, salt=salt, client=client)
             spec = GroupSpec(key, part.num_units * plan.tokens_per_unit, part.grid.num_patches)
             groups.append(MediaGroup(item, index, start, part, spec))
     return groups
@@ -125,12 +127,13 @@ def _salt_digest(cache_salt: str, lora: str = "") -> bytes:
 
 
 def prompt_identity(
-    prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: str = "", lora: str = ""
+    prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: str = "", lora: str = "", client: str = ""
 ) -> TokenIdentity:
     """Identifies every token of the prompt.
 
     mm_hashes: of each item's bytes.
     cache_salt, lora: tokens are shared only with requests of the same salt and the same adapter.
+    client: see `TokenIdentity`.
 
     A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens,
     but where tokens of media attend each other across the prompt.
@@ -145,7 +148,7 @@ def prompt_identity(
         for unit in _units(item, mm_hash, reduction)
     ]
     salt = _salt_digest(cache_salt, lora) if cache_salt or lora else b""
-    identity = token_identity(prompt.token_ids.tolist(), units, salt)
+    identity = token_identity(prompt.token_ids.tolist(), units, salt, client)
     return as_one(identity, prompt.both_ways_range) if prompt.both_ways_range else identity
 
 

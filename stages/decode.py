@@ -81,11 +81,11 @@ class MovingAnswers:
         self._paused[request_id] = sequences
         scheduled = sequences[0].scheduled
         if sequences[0].request.sampling.n == 1:
-            return TokenIdentity(scheduled.identity.rows[: scheduled.num_computed]), 1
+            return scheduled.identity.first(scheduled.num_computed), 1
         # Each begins in a block of its own: a copy of the last one of the prompt.
         size = self._engine.kv.block_size
         num_blocks = sum(1 + ceil_div(each.num_generated, size) for each in sequences)
-        return TokenIdentity(scheduled.identity.rows[: scheduled.num_prompt_tokens]), num_blocks * size
+        return scheduled.identity.first(scheduled.num_prompt_tokens), num_blocks * size
 
     def move(self, request_id: str, ticket: KVTicket) -> bool:
         """Sends a paused request to the worker of the ticket.
@@ -270,7 +270,7 @@ def _request(state: HandoverState, arrived: _Arriving) -> GenerateRequest:
     prompt = PromptPlan(state.prompt_token_ids, positions, state.next_position, ())
     identity = arrived.identity
     if len(identity) > num_tokens:  # one that was moved: its answer is appended again
-        identity = TokenIdentity(identity.rows[:num_tokens])
+        identity = identity.first(num_tokens)
     return GenerateRequest(
         state.request_id,
         prompt,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from epd.errors import InfeasibleError, require
+from epd.eviction_order import EvictionOrder
 from epd.types import ceil_div
 
 
@@ -32,6 +33,7 @@ class GroupKey:
     tower_share: of a unit's tokens, that later layers of the tower compute if it can merge; None for all
     reading: the reading of an item that keeps only these embeddings, "" for all embeddings of the group
     salt: digest of the salt of those that may share them, which is in mm_hash too; "" for all
+    client: whose cached blocks they count as; it identifies nothing
     """
 
     mm_hash: str
@@ -42,6 +44,7 @@ class GroupKey:
     tower_share: float | None = None
     reading: str = ""
     salt: str = ""
+    client: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class CacheCounts:
 
 
 class EncoderCacheManager:
-    """Manages blocks, entries and references of one worker; the entry idle longest is evicted first."""
+    """Manages blocks, entries and references of one worker; idle ones are evicted as `EvictionOrder` says."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -94,8 +97,7 @@ class EncoderCacheManager:
         self.counts = CacheCounts()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._entries: dict[GroupKey, _Entry] = {}
-        self._idle: dict[GroupKey, None] = {}  # in order of eviction
-        self._num_idle_blocks = 0
+        self._idle: EvictionOrder[GroupKey] = EvictionOrder()
 
     def __contains__(self, key: GroupKey) -> bool:
         """Returns whether the key is ready or pending."""
@@ -110,7 +112,7 @@ class EncoderCacheManager:
 
     def can_reserve(self, num_embeddings: int) -> bool:
         """Returns whether `reserve` would find room now, by evicting if necessary."""
-        return self.blocks_for(num_embeddings) <= len(self._free) + self._num_idle_blocks
+        return self.blocks_for(num_embeddings) <= len(self._free) + self._idle.num_blocks
 
     def check_fits(self, num_embeddings: int) -> None:
         """Raises InfeasibleError for a group that would not fit into the empty cache."""
@@ -129,7 +131,7 @@ class EncoderCacheManager:
         if key in self or num_embeddings < 1 or not self.can_reserve(num_embeddings):
             raise ValueError(f"cannot reserve {num_embeddings} embeddings, {needed} blocks, for {key}")
         while len(self._free) < needed:
-            self._evict(next(iter(self._idle)))
+            self._evict(self._idle.first())
         blocks = tuple(self._free.pop() for _ in range(needed))
         self._entries[key] = _Entry(num_embeddings, blocks, holders={holder})
         self.counts.misses += 1
@@ -146,7 +148,7 @@ class EncoderCacheManager:
         if holder in entry.holders:
             raise ValueError(f"'{holder}' holds {key} already")
         if key in self._idle:
-            self._wake(key)
+            self._idle.remove(key)
         entry.holders.add(holder)
         self.counts.hits += 1
 
@@ -160,8 +162,7 @@ class EncoderCacheManager:
         if entry.holders:
             return
         if entry.is_ready and not key.reading:
-            self._idle[key] = None
-            self._num_idle_blocks += len(entry.block_ids)
+            self._idle.add(key, key.client, len(entry.block_ids))
         else:
             self._remove(key)
 
@@ -185,17 +186,12 @@ class EncoderCacheManager:
         return len(self._entries) - len(self._idle)
 
     def eviction_order(self) -> Sequence[GroupKey]:
-        """Returns the entries that may be evicted, the first to go first."""
+        """Returns the entries that may be evicted, what was used longest ago first."""
         return list(self._idle)
-
-    def _wake(self, key: GroupKey) -> None:
-        """Marks the entry as no longer idle."""
-        del self._idle[key]
-        self._num_idle_blocks -= len(self._entries[key].block_ids)
 
     def _evict(self, key: GroupKey) -> None:
         self.counts.evictions += 1
-        self._wake(key)
+        self._idle.drop(key)
         self._remove(key)
 
     def _remove(self, key: GroupKey) -> None:
@@ -209,6 +205,6 @@ class EncoderCacheManager:
             require(len(entry.block_ids) == self.blocks_for(entry.num_embeddings), f"wrong size: {key}")
             require(bool(entry.holders) or entry.is_ready, f"pending and held by nobody: {key}")
             require((key in self._idle) == (not entry.holders), f"idle and held, or neither: {key}")
-        require(self._idle.keys() <= self._entries.keys(), "an idle entry that does not exist")
+        require(set(self._idle) <= self._entries.keys(), "an idle entry that does not exist")
         idle = sum(len(self._entries[key].block_ids) for key in self._idle)
-        require(idle == self._num_idle_blocks, f"{idle} blocks are idle, not {self._num_idle_blocks}")
+        require(idle == self._idle.num_blocks, f"{idle} blocks are idle, not {self._idle.num_blocks}")

@@ -293,7 +293,7 @@ class KVCacheManager:
         restored = list(zip(*(pool.take(num_blocks) for pool in self._room.pools), strict=True))
         self._room.add_restored(path, identity, stop, restored)
         for node in reversed(path):
-            self._cache.unpin(node)
+            self._cache.unpin(node, identity.client)
         return restored
 
     def truncate(self, request_id: str, num_tokens: int, layer_group: int | None = None) -> list[BlockCopy]:

@@ -183,7 +183,7 @@ class RequestBlocks:
     def unpin(self, keep: int) -> None:
         """Unpins the nodes past the first `keep`, the deepest first: see `epd/kv/prefix_cache.py`."""
         for node in reversed(self.path[keep:]):
-            self._cache.unpin(node)
+            self._cache.unpin(node, self.identity.client)
         del self.path[keep:]
 
     def keep_state(self) -> None:
@@ -232,7 +232,7 @@ class RequestBlocks:
         index = self.tables[0].num_whole
         rows = self.identity.row_bytes(index * self._cache.block_size, self.num_tokens)
         parent = self.path[-1] if self.path else self._cache.root
-        self._cache.add_partial(parent, rows, self._blocks_at(index))
+        self._cache.add_partial(parent, rows, self._blocks_at(index), self.identity.client)
 
     def _blocks_at(self, index: int) -> tuple[int, ...]:
         """Returns the block at a place of each table without a window."""
@@ -333,7 +333,7 @@ class KVRoom:
                 path.append(self.cache.child(parent, key, blocks))
                 self.cache.pin(path[-1])
             else:
-                self.cache.add_partial(parent, key, blocks)
+                self.cache.add_partial(parent, key, blocks, identity.client)
             for pool, block in zip(self.pools, blocks, strict=True):
                 pool.release(block)  # it is the prefix cache's
 

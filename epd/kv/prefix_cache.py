@@ -35,6 +35,7 @@ from itertools import pairwise
 import numpy as np
 
 from epd.errors import require
+from epd.eviction_order import EvictionOrder
 from epd.kv.block_pool import BlockPool
 from epd.types import Int64Array, PlaceholderRange
 
@@ -47,11 +48,13 @@ _LEAST_CAPACITY = 64
 class TokenIdentity:
     """Holds the rows of one request, int64 [T, 3]; generated tokens are appended, old rows never change."""
 
-    __slots__ = ("_buffer", "_length")
+    __slots__ = ("_buffer", "_length", "client")
 
-    def __init__(self, rows: Int64Array) -> None:
+    def __init__(self, rows: Int64Array, client: str = "") -> None:
+        """client: whose cached blocks its tokens count as."""
         if rows.ndim != 2 or rows.shape[1] != ROW_COLUMNS or rows.dtype != np.int64:
             raise ValueError(f"identity rows must be int64 [T, {ROW_COLUMNS}], got {rows.dtype} {rows.shape}")
+        self.client = client
         self._length = len(rows)
         self._buffer = _with_room(rows)
 
@@ -85,10 +88,14 @@ class TokenIdentity:
 
     def copy(self) -> TokenIdentity:
         """Returns a copy that grows separately, for a forked request."""
-        return TokenIdentity(self.rows)
+        return self.first(len(self))
 
-    def __reduce__(self) -> tuple[type[TokenIdentity], tuple[Int64Array]]:
-        return TokenIdentity, (self.rows,)
+    def first(self, num_tokens: int) -> TokenIdentity:
+        """Returns a copy of the first rows."""
+        return TokenIdentity(self.rows[:num_tokens], self.client)
+
+    def __reduce__(self) -> tuple[type[TokenIdentity], tuple[Int64Array, str]]:
+        return TokenIdentity, (self.rows, self.client)
 
 
 def _with_room(rows: Int64Array) -> Int64Array:
@@ -99,12 +106,16 @@ def _with_room(rows: Int64Array) -> Int64Array:
 
 
 def token_identity(
-    token_ids: Sequence[int], units: Sequence[tuple[PlaceholderRange, bytes]] = (), salt: bytes = b""
+    token_ids: Sequence[int],
+    units: Sequence[tuple[PlaceholderRange, bytes]] = (),
+    salt: bytes = b"",
+    client: str = "",
 ) -> TokenIdentity:
     """Returns the identity of a prompt.
 
     units: the place of each visual unit, and the 16 byte digest of its content.
     salt: 16 byte digest of the cache salt, or empty.
+    client: see `TokenIdentity`
     Raises ValueError for a digest of another length or a unit outside of the prompt.
     """
     rows = np.zeros((len(token_ids), ROW_COLUMNS), np.int64)
@@ -119,7 +130,7 @@ def token_identity(
         rows[place.offset : place.stop, 1:] = np.frombuffer(digest, ">i8")
     if salt:
         rows[:1, 1:] ^= np.frombuffer(salt, ">i8").astype(np.int64)
-    return TokenIdentity(rows)
+    return TokenIdentity(rows, client)
 
 
 def as_one(identity: TokenIdentity, span: range) -> TokenIdentity:
@@ -127,7 +138,7 @@ def as_one(identity: TokenIdentity, span: range) -> TokenIdentity:
     rows = identity.rows.copy()
     digest = hashlib.blake2b(identity.row_bytes(span.start, span.stop), digest_size=DIGEST_BYTES).digest()
     rows[span.start : span.stop, 1:] = np.frombuffer(digest, ">i8")
-    return TokenIdentity(rows)
+    return TokenIdentity(rows, identity.client)
 
 
 class CachedBlock:
@@ -219,8 +230,7 @@ class PrefixCache:
         self.num_evictions = 0
         self.num_pinned = 0  # how often a node became pinned that was not, new ones included
         self._pools = pools
-        # In order of eviction. A plain dict would search past everything removed at its start.
-        self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
+        self._idle: EvictionOrder[CachedBlock] = EvictionOrder()
         self.snapshots = Snapshots(kept)
 
     @property
@@ -259,18 +269,19 @@ class PrefixCache:
         node = parent.children.get(key)
         return self._insert(parent, key, blocks) if node is None else node
 
-    def add_partial(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> None:
+    def add_partial(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...], client: str = "") -> None:
         """Keeps the rows of a block that is not full, unless a child of `parent` begins with them already."""
         at = bisect_left(parent.keys, key)
         if at < len(parent.keys) and parent.keys[at].startswith(key):
             self.touch(parent.children[parent.keys[at]])
         else:
-            self._idle[self._insert(parent, key, blocks)] = None
+            self._idle.add(self._insert(parent, key, blocks), client)
 
     def _insert(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> CachedBlock:
         for size in range(ROW_BYTES, len(key), ROW_BYTES) if parent.children else ():
             superseded = parent.children.get(key[:size])
             if superseded is not None:
+                self._idle.remove(superseded)
                 self._remove(superseded)
         node = CachedBlock(parent, key, blocks)
         parent.children[key] = node
@@ -282,30 +293,34 @@ class PrefixCache:
     def pin(self, node: CachedBlock) -> None:
         """Protects a node from eviction; its parent must be pinned already."""
         if not node.num_pins:
-            self._idle.pop(node, None)
+            if node in self._idle:
+                self._idle.remove(node)
             self.num_pinned += 1
         node.num_pins += 1
 
-    def unpin(self, node: CachedBlock) -> None:
-        """Removes a pin; nodes below must be unpinned first."""
+    def unpin(self, node: CachedBlock, client: str = "") -> None:
+        """Removes a pin of a client's; nodes below must be unpinned first."""
         node.num_pins -= 1
         if not node.num_pins:
-            self._idle[node] = None
+            self._idle.add(node, client)
 
     def touch(self, node: CachedBlock) -> None:
         """Moves a used idle node to the end of the eviction order; its parent is pinned or the root."""
         if node in self._idle:
-            self._idle.move_to_end(node)
+            self._idle.touch(node)
 
     def evict(self, count: int) -> None:
-        """Drops the `count` nodes that have been idle longest, leaves first."""
+        """Drops `count` idle nodes in the order of `EvictionOrder`, leaves first."""
         for _ in range(count):
-            self._remove(next(iter(self._idle)))
+            node = self._idle.first()
+            while node.children:  # of other clients, who used it before
+                node = next(iter(node.children.values()))
+            self._idle.drop(node)
+            self._remove(node)
             self.num_evictions += 1
 
     def _remove(self, node: CachedBlock) -> None:
         assert node.parent is not None
-        del self._idle[node]
         self.snapshots.drop(node)
         del node.parent.children[node.key]
         del node.parent.keys[bisect_left(node.parent.keys, node.key)]

@@ -187,11 +187,12 @@ class RequestPlanner:
             group_tokens=self._group_tokens,
             tower_shares=prompt.tower_shares,
             cache_salt=request.cache_salt,
+            client=request.client,
         )
         seed = request.sampling.seed
         return AnswerPlan(
             prompt=prompt,
-            identity=prompt_identity(prompt, hashes, request.cache_salt, sampling.lora),
+            identity=prompt_identity(prompt, hashes, request.cache_salt, sampling.lora, request.client),
             groups=tuple(groups),
             media=plans,
             mm_hashes=hashes,

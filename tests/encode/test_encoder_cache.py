@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from epd.encode.encoder_cache import EncoderCacheManager
@@ -35,6 +37,17 @@ def test_room_is_made_by_dropping_what_was_let_go_longest_ago() -> None:
     assert A in cache
     assert B not in cache
     assert cache.counts.evictions == 1
+    cache.check_integrity()
+
+
+def test_who_fills_more_than_half_makes_room_first() -> None:
+    cache = EncoderCacheManager(4, 2)
+    ours, others = replace(A, client="ann"), [replace(key, client="bob") for key in (B, C, D)]
+    filled(cache, ours, *others)
+    cache.reserve(fake_key(4, 1), 2, "writer")
+    assert [key in cache for key in (A, B, C, D)] == [True, False, True, True]
+    cache.acquire(A, "reader")
+    assert cache.counts.hits == 1, "whose it is does not tell keys apart"
     cache.check_integrity()
 
 
@@ -93,6 +106,6 @@ def test_check_integrity_sees_damage(damage: str) -> None:
     elif damage == "share":
         cache._entries[A].block_ids = cache._entries[B].block_ids
     else:
-        cache._idle.clear()
+        cache._idle.remove(A)
     with pytest.raises(AssertionError):
         cache.check_integrity()

@@ -32,14 +32,14 @@ class Cache(PrefixCache):
         self._forget_spare_blocks()
         return path
 
-    def end(self, path: list[CachedBlock], tail: str = "") -> None:
+    def end(self, path: list[CachedBlock], tail: str = "", client: str = "") -> None:
         """The request is over; of its last block, part was written."""
         if tail:
             parent = path[-1] if path else self.root
-            self.add_partial(parent, identity(tail).row_bytes(0, len(tail)), self._written(len(tail)))
+            self.add_partial(parent, identity(tail).row_bytes(0, len(tail)), self._written(len(tail)), client)
             self._forget_spare_blocks()
         for node in reversed(path):
-            self.unpin(node)
+            self.unpin(node, client)
 
     def _written(self, num_tokens: int) -> tuple[int]:
         (block,) = self.pool.take(1)
@@ -112,6 +112,27 @@ def test_the_end_of_a_prefix_goes_before_its_start() -> None:
     assert cache.order() == ["f", "d", "b"]
     cache.evict(2)
     assert (cache.found("abcdef"), cache.num_evictions, cache.pool.num_free) == (2, 2, 7)
+
+
+def test_who_fills_more_than_half_makes_room_first() -> None:
+    cache = Cache()
+    cache.end(cache.run("ab"), client="ann")
+    for letters in ("cd", "ef", "gh"):
+        cache.end(cache.run(letters), client="bob")
+    assert cache.order() == ["b", "d", "f", "h"]
+    cache.evict(2)
+    assert cache.order() == ["b", "h"]
+    cache.evict(1)
+    assert cache.order() == ["h"], "neither has more than half: the oldest goes"
+
+
+def test_what_another_client_built_upon_goes_before_it() -> None:
+    cache = Cache()
+    cache.end(cache.run("abcd"), client="ann")
+    cache.end(cache.run("ab"), client="bob")
+    cache.end(cache.run("ef"), client="bob")
+    cache.evict(1)
+    assert cache.order() == ["b", "f"], "a block is not left without what it follows"
 
 
 def test_what_was_used_last_goes_last() -> None:
