@@ -23,7 +23,11 @@ def bad_lines(question: bytes = b"What?", *, is_openai: bool = False) -> dict[st
         return b'{"%b": %b, %b%b}' % (name, line_id, rest, more)
 
     return {
-        "60,000 brackets": (line(b'"deep"', more=b', "x": ' + b"[" * 60_000), "nested too deeply", "deep"),
+        "60,000 brackets": (
+            line(b'"deep"', more=b', "x": ' + b"[" * 60_000 + b"]" * 60_000),
+            "nested too deeply",
+            "deep",
+        ),
         "500 objects": (
             line(b'"deeper"', more=b', "x": ' + b'{"a":' * 500 + b"1" + b"}" * 500),
             "nested too deeply",

@@ -38,7 +38,7 @@ def test_a_turn_accepts_few_of_many_connections(monkeypatch: pytest.MonkeyPatch)
             clients.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
         monkeypatch.setattr(socket.socket, "accept", counted)
         asyncio.run(accepted_in_turns(listener, counts))
-    assert max(counts) == 16
+    assert max(counts) in (16, 17)  # asyncio of Python 3.14 accepts one more
 
 
 def test_pages_come_as_routes_answer(front: Front) -> None:
