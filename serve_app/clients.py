@@ -36,6 +36,7 @@ class Client:
     rights: what it may do
     name: in the file of keys; empty where the server has none
     priority: of its requests that say none; it may ask for no lower one that is below 0
+    weight: how many of its requests are in a turn
     """
 
     share: str = ""
@@ -44,6 +45,7 @@ class Client:
     rights: frozenset[Right] = USER_RIGHTS
     name: str = ""
     priority: int = 0
+    weight: int = 1
 
     @property
     def is_admin(self) -> bool:
@@ -78,6 +80,7 @@ class ApiKey(BaseModel):
 
     requests_per_minute, tokens_per_minute: of all answers to the name; None for no limit
     priority: of requests that say none; below 0 they come before others
+    weight: how many requests come in a turn, where others have one
     expires: from when on the key is refused, in UTC where it says no zone
     """
 
@@ -89,6 +92,7 @@ class ApiKey(BaseModel):
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    weight: int = Field(default=1, ge=1, le=100)
     expires: datetime | None = None
 
     @field_validator("expires")

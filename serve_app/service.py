@@ -116,6 +116,7 @@ class AnswerRequest:
     streams: whether somebody reads the tokens as they come; else many may come together.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
     client: whose requests wait for their turn together, empty for one that nobody shares with.
+    weight: how many of them are in a turn.
     """
 
     request_id: str
@@ -135,6 +136,7 @@ class AnswerRequest:
     cache_salt: str = ""
     prompt: tuple[int, ...] | None = None
     client: str = ""
+    weight: int = 1
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != bool(self.messages):

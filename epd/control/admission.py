@@ -14,6 +14,10 @@ Requests of one client come in their order, one of each client in a turn:
 
 a: a1 a2 a3 a4    b: b1    c: c1 c2     ->     a1 b1 c1 | a2 c2 | a3 | a4
 
+Of one with a weight of 2 there are two in a turn, so that a has twice as many as others while they wait:
+
+a: a1 a2 a3 a4    b: b1    c: c1 c2     ->     a1 b1 c1 a2 | a3 c2 a4
+
 Time is passed in, in seconds on any one clock, also what is known of other queues.
 """
 
@@ -62,7 +66,7 @@ class QueueSummary:
 class _Waiting:
     priority: int
     is_new: bool
-    turn: int
+    turn: float
     number: int
     request_id: str = field(compare=False)
     deadline_s: float = field(compare=False)
@@ -116,7 +120,7 @@ class AdmissionQueue:
         self._yield = _Yield()
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
-        self._turn = 0  # of the last request that found room
+        self._turn = 0.0  # of the last request that found room
         self._placed_s: float | None = None  # last time that a request left while another waited
         self._interval_s = DecayedMean(_MEMORY_S)  # between two that find room while there is a queue
         self._first_token_s = _Mean()  # from room to first token
@@ -130,17 +134,25 @@ class AdmissionQueue:
         return QueueSummary(len(entered), min(entered, default=None))
 
     def check(
-        self, now_s: float, deadline_s: float, *, num_coming: int = 0, priority: int = 0, client: str = ""
+        self,
+        now_s: float,
+        deadline_s: float,
+        *,
+        num_coming: int = 0,
+        priority: int = 0,
+        client: str = "",
+        weight: int = 1,
     ) -> None:
         """Raises OverloadedError if a request that came now would be refused.
 
         num_coming: requests that were not refused and have not entered yet.
+        weight: how many requests of the client are in a turn.
         """
         rivals = [each.client for each in self._waiting if each.priority <= max(priority, 0)]
         num_rivals = len(rivals) + num_coming + (self.others.num_waiting if self.others is not None else 0)
         if not has_place(num_rivals, rivals.count(client), self.max_waiting):
             raise self._refusal(f"{num_rivals} requests wait; allowed {self.max_waiting}")
-        place = (priority, True, self._turn_of(client))
+        place = (priority, True, self._turn_of(client, weight))
         num_ahead = sum((each.priority, each.is_new, each.turn) <= place for each in self._waiting)
         num_ahead += num_coming
         expected_s = self.expected_wait_s(num_ahead) + (self._first_token_s.value or 0.0)
@@ -157,22 +169,24 @@ class AdmissionQueue:
         is_new: bool = True,
         priority: int = 0,
         client: str = "",
+        weight: int = 1,
     ) -> None:
         """Queues a request for a turn of its client; a retried one before all new ones, and never refused.
 
         Raises OverloadedError as `check` does.
         """
         if is_new:
-            self.check(now_s, deadline_s, priority=priority, client=client)
+            self.check(now_s, deadline_s, priority=priority, client=client, weight=weight)
         if not self._waiting:
             self._placed_s = None
-        order = priority, is_new, self._turn_of(client), self._num_entered
+        order = priority, is_new, self._turn_of(client, weight), self._num_entered
         insort(self._waiting, _Waiting(*order, request_id, deadline_s, now_s, client=client))
         self._num_entered += 1
 
-    def _turn_of(self, client: str) -> int:
+    def _turn_of(self, client: str, weight: int) -> float:
         """Returns the turn of a client's next request: behind its own, and now if it has none."""
-        return max([self._turn, *(each.turn + 1 for each in self._waiting if each.client == client)])
+        own = (each.turn + 1 / weight for each in self._waiting if each.client == client)
+        return max([self._turn, *own])
 
     def first(self, num_first: int = 1) -> list[str]:
         """Returns the requests, up to a limit, that may look for room now: all of one priority.

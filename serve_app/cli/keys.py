@@ -27,6 +27,10 @@ _Rights = Annotated[
 _Requests = Annotated[int | None, typer.Option(metavar="N", help="Requests that it may make in a minute.")]
 _Tokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens that it may use in a minute.")]
 _Priority = Annotated[int, typer.Option(metavar="N", help="Priority of its requests; below 0 they go first.")]
+_Weight = Annotated[
+    int,
+    typer.Option(metavar="N", help="Requests that it has in a turn, 1 to 100; others have one."),
+]
 _Expires = Annotated[datetime | None, typer.Option(help="When the key ends, in UTC.")]
 
 
@@ -42,6 +46,7 @@ def new(
     requests_per_minute: _Requests = None,
     tokens_per_minute: _Tokens = None,
     priority: _Priority = 0,
+    weight: _Weight = 1,
     expires: _Expires = None,
 ) -> None:
     """Make a key: its line for --api-keys-file on stdout, and the key itself, only now, on stderr.
@@ -51,7 +56,7 @@ def new(
     key = _PREFIX + secrets.token_urlsafe(_NUM_BYTES)
     rights = {"rights": right} if right else {}
     limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
-    options = {**rights, **limits, "priority": priority, "expires": expires}
+    options = {**rights, **limits, "priority": priority, "weight": weight, "expires": expires}
     try:
         made = ApiKey.model_validate({"name": name, "sha256": hash_of(key.encode()), **options})
     except ValidationError as error:

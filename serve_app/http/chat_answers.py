@@ -318,6 +318,7 @@ class ChatAnswers:
             deadline_s=None if patience_s is None else steady_time_s() - record.total_s + patience_s,
             cache_salt=chat.cache_salt or "",
             client=parsed.client.share,
+            weight=parsed.client.weight,
             wants_spans=bool(ours.events) or self.is_traced,
             streams=record.is_stream,
         )

@@ -151,8 +151,14 @@ class Orchestrator:
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
         if self._is_draining:
             raise UnavailableError("the server is shutting down; retry later or use another replica")
-        coming, priority = self.requests.num_planning, request.priority
-        self.queue.check(now_s, deadline_s, num_coming=coming, priority=priority, client=request.client)
+        self.queue.check(
+            now_s,
+            deadline_s,
+            num_coming=self.requests.num_planning,
+            priority=request.priority,
+            client=request.client,
+            weight=request.weight,
+        )
         await self.losses.check(request)
         plan = await self.prompts.plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, self.requests.clock, self._substituted)

@@ -65,9 +65,15 @@ class RequestPlacer:
 
     async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
         """Returns once workers have taken the attempt or it has ended. Raises EPDError if none can."""
-        priority, client = attempt.answer.request.priority, attempt.answer.request.client
+        request = attempt.answer.request
         self._queue.enter(
-            attempt.id, self._clock(), deadline_s, is_new=is_new, priority=priority, client=client
+            attempt.id,
+            self._clock(),
+            deadline_s,
+            is_new=is_new,
+            priority=request.priority,
+            client=request.client,
+            weight=request.weight,
         )
         start_s = complete_s = self._clock()
         unavailable_s = self._shared.config.unavailable_s

@@ -239,6 +239,25 @@ def test_clients_take_turns_whoever_came_first() -> None:
     assert order == ["a1", "b1", "c1", "a2", "c2", "b2", "d1", "a3", "a4"]
 
 
+def test_a_client_has_as_many_requests_in_a_turn_as_it_weighs() -> None:
+    queue, order = AdmissionQueue(100), []
+    for name in ("a1", "a2", "a3", "a4", "a5", "a6", "b1", "b2", "b3"):
+        queue.enter(name, 0.0, NEVER_S, client=name[0], weight=2 if name[0] == "a" else 1)
+    for number in range(9):
+        order += queue.first()
+        queue.place(order[-1], float(number))
+    assert order == ["a1", "b1", "a2", "a3", "b2", "a4", "a5", "b3", "a6"]
+
+
+def test_a_weight_lets_a_request_in_that_would_come_too_late_a_turn_later() -> None:
+    queue = placed_every(2.0)
+    for name in ("a1", "b1", "b2", "c1", "c2"):
+        queue.enter(name, 100.0, NEVER_S, client=name[0])
+    with pytest.raises(OverloadedError):
+        queue.check(100.0, 110.0, client="a", weight=1)
+    queue.check(100.0, 110.0, client="a", weight=2)
+
+
 def test_what_waits_of_others_is_no_reason_to_expect_a_late_turn() -> None:
     queue = placed_every(2.0)
     for number in range(20):

@@ -115,7 +115,7 @@ class KeyedClients:
                 "'Authorization: Bearer KEY'"
             )
         owner = owner_named(known.name)
-        return Client(owner, owner, owner, known.rights, known.name, known.priority)
+        return Client(owner, owner, owner, known.rights, known.name, known.priority, known.weight)
 
     def named(self, client: Client) -> Client:
         """Returns the owner of a batch with its name, if the file still has it."""

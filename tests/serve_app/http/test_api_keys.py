@@ -246,3 +246,16 @@ def test_a_client_has_its_priority(run_front: RunFront, keys: Callable[..., Path
     assert ask(front, "k1", priority=3).status_code == 200
     assert ask(front, "k1", priority=-6).status_code == 403
     assert [each.priority for each in front.service.requests] == [-5, -5, 3]
+
+
+def test_a_client_has_its_weight(run_front: RunFront, keys: Callable[..., Path]) -> None:
+    front = run_front(api_keys_file=keys(line("k1", "ann", weight=4), line("k2", "ben")))
+    for key in ("k1", "k2"):
+        assert ask(front, key).status_code == 200
+    assert [each.weight for each in front.service.requests] == [4, 1]
+
+
+@pytest.mark.parametrize("weight", [0, 101, 1.5])
+def test_weights_have_limits(keys: Callable[..., Path], weight: float) -> None:
+    with pytest.raises(RequestError, match="line 1: weight: "):
+        KeysFile(keys(line("k1", "ann", weight=weight)))
