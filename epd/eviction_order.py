@@ -7,9 +7,8 @@ cache has dropped `_NUM_TURNS` times over.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -17,24 +16,29 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 _NUM_TURNS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """client: whose it is. size: in blocks. num_dropped: by the whole order, before its last use."""
+class _Client(Generic[KeyT]):
+    """Holds the keys of one client, what was used longest ago first. num_blocks: of all of them."""
 
-    client: str
-    size: int
-    num_dropped: int
+    __slots__ = ("keys", "name", "num_blocks")
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.keys: OrderedDict[KeyT, None] = OrderedDict()
+        self.num_blocks = 0
 
 
 class EvictionOrder(Generic[KeyT]):
-    """Holds the keys of what may be dropped, what was used longest ago first, with sizes in blocks."""
+    """Holds the keys of what may be dropped, what was used longest ago first, with sizes in blocks.
+
+    Prompts have thousands of blocks, each a key that comes and goes: so an entry is a plain tuple.
+    """
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        self._entries: OrderedDict[KeyT, _Entry] = OrderedDict()
-        self._clients: dict[str, OrderedDict[KeyT, None]] = {}  # the keys of each, in the same order
-        self._sizes: Counter[str] = Counter()  # of each client, blocks
-        self._largest = ""  # the client that may have more than half
+        # Whose it is, its blocks, and how many the whole order had dropped before it was used last.
+        self._entries: OrderedDict[KeyT, tuple[_Client[KeyT], int, int]] = OrderedDict()
+        self._clients: dict[str, _Client[KeyT]] = {}
+        self._largest: _Client[KeyT] = _Client()  # who may have more than half
         self._num_dropped = 0  # blocks
 
     def __len__(self) -> int:
@@ -49,39 +53,41 @@ class EvictionOrder(Generic[KeyT]):
 
     def add(self, key: KeyT, client: str, num_blocks: int = 1) -> None:
         """Adds what nobody uses from now on. client: who used it last."""
-        self._entries[key] = _Entry(client, num_blocks, self._num_dropped)
-        self._clients.setdefault(client, OrderedDict())[key] = None
+        own = self._clients.get(client)
+        if own is None:
+            own = self._clients[client] = _Client(client)
+        self._entries[key] = own, num_blocks, self._num_dropped
+        own.keys[key] = None
+        own.num_blocks += num_blocks
         self.num_blocks += num_blocks
-        self._sizes[client] += num_blocks
-        if 2 * self._sizes[client] > self.num_blocks:
-            self._largest = client
+        if 2 * own.num_blocks > self.num_blocks:
+            self._largest = own
 
     def remove(self, key: KeyT) -> None:
         """Removes what is used again, or gone. Raises KeyError for what is not there."""
-        entry = self._entries.pop(key)
-        self.num_blocks -= entry.size
-        self._sizes[entry.client] -= entry.size
-        keys = self._clients[entry.client]
-        del keys[key]
-        if not keys:
-            del self._clients[entry.client], self._sizes[entry.client]
+        own, num_blocks, _ = self._entries.pop(key)
+        del own.keys[key]
+        own.num_blocks -= num_blocks
+        self.num_blocks -= num_blocks
+        if not own.keys:
+            del self._clients[own.name]
 
     def touch(self, key: KeyT) -> None:
         """Puts what was used now, and may still be dropped, last."""
-        entry = self._entries[key]
+        own, num_blocks, _ = self._entries[key]
         self.remove(key)
-        self.add(key, entry.client, entry.size)
-
-    def drop(self, key: KeyT) -> None:
-        """Removes what is dropped for others. Raises KeyError for what is not there."""
-        self._num_dropped += self._entries[key].size
-        self.remove(key)
+        self.add(key, own.name, num_blocks)
 
     def first(self) -> KeyT:
         """Returns what goes first. Raises StopIteration if nothing is left."""
         oldest = next(iter(self._entries))
-        has_most = 2 * self._sizes[self._largest] > self.num_blocks
-        unused = self._num_dropped - self._entries[oldest].num_dropped
-        if has_most and unused <= _NUM_TURNS * self.num_blocks:
-            return next(iter(self._clients[self._largest]))
+        num_dropped_since = self._num_dropped - self._entries[oldest][2]
+        has_most = 2 * self._largest.num_blocks > self.num_blocks
+        if has_most and num_dropped_since <= _NUM_TURNS * self.num_blocks:
+            return next(iter(self._largest.keys))
         return oldest
+
+    def drop(self, key: KeyT) -> None:
+        """Removes what makes room for others. Raises KeyError for what is not there."""
+        self._num_dropped += self._entries[key][1]
+        self.remove(key)
