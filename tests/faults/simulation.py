@@ -262,14 +262,16 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False, run: int 
                 here.found(f"the simulation: {''.join(traceback.format_exception(error))[-2000:]}")
             finally:
                 errors.is_over = True
-                _end(loop, world)  # in which workers still start
+                for name in _end(loop, world):  # in which workers still start
+                    here.found(f"the task {name} outlives the simulation")
     return result
 
 
-def _end(loop: VirtualLoop, world: World) -> None:
-    """Ends all that runs, so that nothing of it comes later."""
+def _end(loop: VirtualLoop, world: World) -> list[str]:
+    """Ends all that runs, so that nothing of it comes later. Returns the names of tasks that do not end."""
     for part in world.parts:
         world._free(part)
     with suppress(Exception):
         loop.end()
     asyncio.set_event_loop(None)
+    return [task.get_coro().__qualname__ for task in asyncio.all_tasks(loop)]  # type: ignore[union-attr]

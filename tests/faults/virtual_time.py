@@ -16,10 +16,8 @@ from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from inspect import CORO_CREATED, getcoroutinestate
 from itertools import count
 from random import Random, SystemRandom
-from types import CoroutineType
 from typing import Any
 from unittest import mock
 
@@ -60,6 +58,7 @@ class Process:
         self.context.run(_PROCESS.set, self)
         self._loop = loop
         self.missed: list[_Handle] | None = None
+        loop.processes.append(self)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self.context.copy())
@@ -145,6 +144,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     run: of the seed; in each, sets of tasks have another order, which is to decide nothing
     network: opens connections and servers of asyncio
     is_ending: whether dead processes are called too, to end what they had begun
+    processes: all that there were
     """
 
     network: Any
@@ -154,6 +154,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self.seed = seed
         self.pids = count(1)
+        self.processes: list[Process] = []
+        self._of_dead: list[_Handle] = []  # that are not called before the end
         self._place_rng = Random(f"{seed} places {run}")
         self._virtual = clock
         self._executor_rng = Random(f"{seed} executor")
@@ -209,6 +211,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         process = context.get(_PROCESS)
         if process is not None and not self.is_ending:
             if process.is_dead:
+                self._of_dead.append(handle)
                 return
             if process.missed is not None:
                 process.missed.append(handle)
@@ -248,17 +251,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return False
 
     def end(self) -> None:
-        """Ends all tasks, those of dead processes too, so that none of them ends in another simulation."""
+        """Ends all tasks, those of dead processes too, so that none of them ends in another simulation.
+
+        One whose turn a dead or frozen process missed has it now, or it would not hear that it is cancelled.
+        """
         self.is_ending = True
+        self._next.extend(self._of_dead)
+        for process in self.processes:
+            process.thaw()
         for _ in range(_NUM_ENDS):
             tasks = asyncio.all_tasks(self)
             for task in tasks:
                 task.cancel()
             if tasks:
                 self.run_until_complete(asyncio.wait(tasks, timeout=1.0))
-        for work in [task.get_coro() for task in asyncio.all_tasks(self)]:
-            if isinstance(work, CoroutineType) and getcoroutinestate(work) == CORO_CREATED:
-                work.close()  # of a process that was killed, or frozen, before it began
         self.run_until_complete(self.shutdown_asyncgens())
         self.close()
 
