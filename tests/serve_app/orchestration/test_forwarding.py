@@ -106,7 +106,7 @@ class Bench:
             groups=(),
             generate_request=lambda request_id: SimpleNamespace(request_id=request_id),
         )
-        request = SimpleNamespace(request_id=name, priority=priority, client="")
+        request = SimpleNamespace(request_id=name, priority=priority, client="", weight=1)
         answer: Any = SimpleNamespace(
             request=request, plan=plan, queued=StageTimings(), num_retries=0, num_losses=0
         )
