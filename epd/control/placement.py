@@ -51,6 +51,11 @@ class Candidates:
             self._taking[stage] = tuple(each.name for each in self._workers if each.takes(stage))
         return self._taking[stage]
 
+    def prefillers(self) -> tuple[str, ...]:
+        """Returns the workers that take prompts which are decoded somewhere: by themselves, or by others."""
+        taking = self.taking("prefill")
+        return taking if self.decoders() else tuple(filter(self.is_merged, taking))
+
     def decoders(self) -> tuple[str, ...]:
         """Returns the workers that decode for others: those that prefill too decode only their own."""
         if self._others is None:
@@ -205,7 +210,7 @@ class PlacementPolicy:
         return False
 
     def _prefillers(self, allowed: Allowed | None) -> Sequence[str]:
-        names: Sequence[str] = self._answering(self.candidates().taking("prefill"))
+        names: Sequence[str] = self._answering(self.candidates().prefillers())
         if self._max_prefills is not None:
             names = [name for name in names if self.router.load(name).num_prefills < self._max_prefills]
         return names if allowed is None else allowed("prefill", names)

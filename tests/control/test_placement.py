@@ -203,6 +203,17 @@ def test_a_request_goes_only_where_it_is_allowed() -> None:
     cluster.place(allowed=("p1",), is_placed=False)
 
 
+def test_a_prompt_that_nobody_else_would_decode_goes_where_it_is_decoded() -> None:
+    """A suspect that asks one worker alone would ask a worker without a way on for ever (seed 53000)."""
+    cluster = Cluster("2epd")
+    cluster.workers["epd0"].roles = frozenset({"encode", "prefill"})
+    placement = Placement(cluster.router, TOKENS)
+    assert cluster._drive(cluster.policy.place(placement, (), lambda _, names: list(names[:1])), placement)
+    assert cluster.asked == ["submit epd1"]
+    cluster.workers["epd1"].is_closed = True
+    assert not cluster.policy.can_ask()
+
+
 def test_a_worker_that_changes_its_roles_takes_nothing_new() -> None:
     cluster = Cluster("1e2p1d")
     cluster.workers["p0"].is_closed = True
