@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,19 @@ def tokens_of(answers: list[list[Answered]]) -> list[list[tuple[int, ...]]]:
 
 
 async def in_the_middle(fronts: list[Front], questions: list[Question]) -> asyncio.Task[list[list[Answered]]]:
-    """All questions are asked at each front, d0 has begun an answer of each, and none goes on while held."""
+    """All questions are placed by each front, d0 has begun an answer of each, and none goes on while held."""
     fronts[0].held.is_on = True
     asking = asyncio.create_task(ask_at_both(fronts, questions))
     for front in fronts:
         await until_decoding(front, "d0", 1)
+        await until(partial(are_placed, front, len(questions)))
     return asking
+
+
+def are_placed(front: Front, num_requests: int) -> bool:
+    """A request that is still looking for workers may be submitted, taken back and submitted again."""
+    attempts = front.service.requests.attempts.values()
+    return len(attempts) == num_requests and all(each.is_placed for each in attempts)
 
 
 async def until_any_busy(fronts: list[Front], worker: str) -> None:
