@@ -129,6 +129,8 @@ async def asked_while_harmed(
     held_file: removed when all harm is done
     """
     service, workers = deployment.service, deployment.ray_fleet.workers
+    while not all(name in workers and workers[name].is_alive for name, _ in wave):  # media join last
+        await asyncio.sleep(0.05)
     before = {name: workers[name].incarnation for name, _ in wave}
     answers = [Answered() for _ in questions]
     start_s = time.monotonic()
