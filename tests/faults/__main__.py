@@ -30,6 +30,7 @@ from tests.faults.simulation import Result, simulate
 MAX_BLAMED = 0.005  # of the requests that were not poisoned
 BROKEN = "## Broken lines of the recovery"
 _PROGRESS_S = 30.0
+_MAX_SEEDS = 400  # of a process: with thousands, collecting garbage takes 16 % of its time, 2 % at first
 _MAX_SHOWN = 1500  # characters of a finding
 _LOSSES = ("kill", "strike", "machine", "freeze", "poisoned workers")
 _OTHERS = ("cut", "switch", "drain", "clock", "board", "front", "copy")
@@ -181,7 +182,7 @@ def results(arguments: argparse.Namespace, pool: Pool, seeds: Sequence[int]) -> 
     if arguments.processes == 1:
         yield from map(run, seeds)
         return
-    with get_context("fork").Pool(arguments.processes, use_own_folder) as processes:
+    with get_context("fork").Pool(arguments.processes, use_own_folder, (), _MAX_SEEDS) as processes:
         yield from processes.imap(run, seeds)
 
 
