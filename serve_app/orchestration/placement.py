@@ -29,6 +29,13 @@ class _Round:
         self.reserving: asyncio.Task[KVTicket | None] | None = None
         self.seen: Seen = []
 
+    def reserve(self, calls: WorkerCalls, attempt: Attempt) -> None:
+        """Begins to reserve room. The attempt is at the worker now, not only once the task begins."""
+        worker = attempt.decode_worker
+        attempt.asking[worker] += 1
+        self.reserving = asyncio.ensure_future(calls.reserve(attempt, worker))
+        self.reserving.add_done_callback(lambda _: attempt.asking.subtract((worker,)))
+
     async def settle(self) -> None:
         """Waits until it is known what was reserved. Raises EPDError."""
         if self.reserving is not None:
@@ -121,7 +128,7 @@ class RequestPlacer:
             case "reserve":
                 round_.seen = self.calls.seen(attempt)
                 seems_to_have_room = self._seems_to_have_room(attempt)
-                round_.reserving = asyncio.ensure_future(self.calls.reserve(attempt, attempt.decode_worker))
+                round_.reserve(self.calls, attempt)
                 if seems_to_have_room:
                     return True
                 await round_.settle()

@@ -11,6 +11,7 @@ import pytest
 
 from epd.errors import InfeasibleError
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
+from epd.serve_app.orchestration.placement import _Round
 from epd.serve_app.orchestration.requests import Attempt, Outcome
 from epd.serve_app.orchestration.worker_calls import DecodeCapacity
 from epd.serve_app.worker_info import MemoryUse, WorkerInfo
@@ -154,6 +155,27 @@ def test_a_prompt_is_submitted_before_its_decode_worker_has_answered() -> None:
         assert bench.joining.tickets == [attempt.id]
         assert bench.fleet.held == {"p0": {attempt.id}, "d0": {attempt.id}}
         assert attempt.is_placed
+
+    asyncio.run(run())
+
+
+def test_who_reserves_room_is_at_the_worker_at_once() -> None:
+    """A suspect that looked for a worker of its own before the task had begun would join it (seed 74760)."""
+
+    async def run() -> None:
+        bench, round_ = JoiningBench({"p0": 1, "d0": 1}), _Round()
+        attempt = bench.attempt("r")
+        attempt.placement.take("p0", "d0")
+        round_.reserve(bench.placement.calls, attempt)
+        assert attempt.is_at("d0")
+        await round_.settle()
+        await asyncio.sleep(0)
+        assert not attempt.is_at("d0")
+        round_.reserve(bench.placement.calls, attempt)
+        round_.close()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not attempt.is_at("d0"), "cancelled before it has begun"
 
     asyncio.run(run())
 
