@@ -77,7 +77,7 @@ class Stream:
     outcome: str = ""
 
     def read(self, url: str) -> None:
-        body = chat("What is it?", stream=True, max_tokens=4000, ignore_eos=True)
+        body = chat("What is it?", stream=True, max_tokens=4000, min_tokens=4000)
         try:
             with (
                 httpx.Client(trust_env=False, timeout=AGAIN_S) as client,
