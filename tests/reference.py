@@ -80,6 +80,23 @@ def generated_as_it_is(model: Any, inputs: Any, **settings: Any) -> tuple[int, .
     return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
 
 
+def gap_to_best(model: Any, inputs: Any, tokens: Sequence[int]) -> float:
+    """How far the logits of an answer's tokens are below the best ones at their places, of the largest logit.
+
+    The model reads the answer as it stands: 0 if `generate` would give the same tokens.
+    """
+    read = dict(inputs)
+    answer = torch.tensor([tokens])
+    read["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
+    read["attention_mask"] = torch.ones_like(read["input_ids"])
+    if "mm_token_type_ids" in inputs:
+        read["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(answer)], 1)
+    with torch.inference_mode(), trained_positions_in(model):
+        logits = model(**read).logits[0, -len(tokens) - 1 : -1]
+    chosen = logits.gather(1, answer.t())[:, 0]
+    return float((logits.amax(-1) - chosen).max() / logits.abs().max())
+
+
 def _all_frames(path: Path) -> tuple[torch.Tensor, VideoMetadata]:
     """Every frame of a video, uint8 [T, 3, H, W] at its own size, and what a decoder would say of it."""
     info = video.probe(path)

@@ -24,7 +24,7 @@ from epd.topology import TensorParallel
 from tests.colocated import ColocatedPipeline
 from tests.models import shrunk
 from tests.models.quantized import build
-from tests.reference import MAX_TOKENS, generated, processor_inputs
+from tests.reference import MAX_TOKENS, gap_to_best, processor_inputs
 from tests.serve_app.worker.bench import answered
 from tests.stages.decoder.text_models import Runner
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
@@ -78,25 +78,24 @@ def paths(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return found | {"experts": build_qwen3_vl(tmp_path_factory.mktemp("experts"), **EXPERTS)}
 
 
-# A state carries a value that is rounded the other way, which the last bits of an embedding decide.
-@pytest.mark.parametrize(
-    ("name", "asked"),
-    [
-        ("qwen2_5_vl", [[], ["video", "image"]]),
-        ("qwen3_vl", [[], ["video", "image"]]),
-        ("qwen3_5", [[]]),
-        ("experts", [[], ["video", "image"]]),
-    ],
-)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "experts"])
 def test_answers_equal_those_of_the_reference(
-    name: str, asked: list[list[str]], paths: dict[str, Path], media: dict[str, Path]
+    name: str, paths: dict[str, Path], media: dict[str, Path]
 ) -> None:
-    theirs, processor = reference(paths[name]), AutoProcessor.from_pretrained(paths[name])
+    """The last bits of a sum decide which way a value is rounded, and on them two close tokens.
+
+    A state carries what was rounded the other way: .05 of the largest logit was seen, of others .001.
+    """
+    plain, theirs = load_reference(paths[name]), reference(paths[name])
+    processor = AutoProcessor.from_pretrained(paths[name])
     pipeline = ColocatedPipeline.load(paths[name], EngineConfig(**OPTIONS))
-    for names in asked:
+    for names in ([], ["image"], ["video", "image"]):
         chosen = [media[each] for each in names]
-        expected = generated(theirs, processor_inputs(processor, chosen, QUESTION))
-        assert pipeline.ask(chosen, QUESTION, max_tokens=MAX_TOKENS).token_ids == expected
+        inputs = processor_inputs(processor, chosen, QUESTION)
+        answer = pipeline.ask(chosen, QUESTION, max_tokens=MAX_TOKENS).token_ids
+        not_rounded = gap_to_best(plain, inputs, answer)
+        assert gap_to_best(theirs, inputs, answer) <= not_rounded / 4, names
+        assert not_rounded > 10 * TOLERANCE, "rounding is seen at all"
 
 
 @pytest.mark.parametrize("by_modules", [False, True])
