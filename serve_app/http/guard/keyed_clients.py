@@ -118,9 +118,10 @@ class KeyedClients:
         return Client(owner, owner, owner, known.rights, known.name, known.priority, known.weight)
 
     def named(self, client: Client) -> Client:
-        """Returns the owner of a batch with its name, if the file still has it."""
-        names = (name for name in self._file.names() if owner_named(name) == client.owner)
-        return replace(client, name=next(names, ""))
+        """Returns the owner of a batch with its name and weight, if the file still has it."""
+        keys = self._file.names().values()
+        known = next((key for key in keys if owner_named(key.name) == client.owner), None)
+        return client if known is None else replace(client, name=known.name, weight=known.weight)
 
     def admit(self, client: Client) -> None:
         """Takes a request of a client. Raises RateLimitExceededError."""

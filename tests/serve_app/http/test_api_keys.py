@@ -168,10 +168,10 @@ def test_a_rotated_key_keeps_files_and_names_and_an_old_one_ends(
     assert front.http.delete(f"/v1/files/{file_id}", headers=sent("new")).status_code == 200
 
 
-def test_lines_of_a_batch_are_its_owners_and_wait_for_no_minute(
+def test_lines_of_a_batch_have_its_owners_weight_and_wait_for_no_minute(
     run_front: RunFront, keys: Callable[..., Path], tmp_path: Path
 ) -> None:
-    file = keys(line("k1", "ann", requests_per_minute=1))
+    file = keys(line("k1", "ann", requests_per_minute=1, weight=4))
     front = run_front(api_keys_file=file, files=FileSettings(tmp_path / "files"))
     assert ask(front, "k1").status_code == 200
     asked = {
@@ -187,6 +187,7 @@ def test_lines_of_a_batch_are_its_owners_and_wait_for_no_minute(
 
     wait_until(lambda: batch()["status"] == "completed")
     assert batch()["request_counts"]["completed"] == 1
+    assert [each.weight for each in front.service.requests] == [4, 4]
     wait_until(lambda: 'epd_client_requests_total{client="ann",status="200"} 2.0' in metrics(front))
 
 
