@@ -24,26 +24,28 @@ class _Round:
     seen: the workers of the attempt as they were when they were chosen
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
         self.ticket: KVTicket | None = None
         self.reserving: asyncio.Task[KVTicket | None] | None = None
         self.seen: Seen = []
 
-    def reserve(self, calls: WorkerCalls, attempt: Attempt) -> None:
-        """Begins to reserve room. The attempt is at the worker now, not only once the task begins."""
-        worker = attempt.decode_worker
-        attempt.asking[worker] += 1
-        self.reserving = asyncio.ensure_future(calls.reserve(attempt, worker))
-        self.reserving.add_done_callback(lambda _: attempt.asking.subtract((worker,)))
+    def reserve(self, calls: WorkerCalls) -> None:
+        """Begins to reserve room. The attempt is at the worker from now on, unless there is none."""
+        self._attempt.reserved_at = self._attempt.decode_worker
+        self.reserving = asyncio.ensure_future(calls.reserve(self._attempt, self._attempt.decode_worker))
 
     async def settle(self) -> None:
         """Waits until it is known what was reserved. Raises EPDError."""
         if self.reserving is not None:
             self.ticket = await self.reserving
             self.reserving = None
+            if self.ticket is None:
+                self._attempt.reserved_at = ""
 
     def close(self) -> None:
         """Waits for no answer any more: what was reserved is for the caller to drop."""
+        self._attempt.reserved_at = ""
         if self.reserving is not None and not self.reserving.cancel() and not self.reserving.cancelled():
             self.reserving.exception()  # so that it counts as looked at
 
@@ -107,7 +109,7 @@ class RequestPlacer:
         """Asks workers once. Returns whether they have taken the attempt."""
         attempt.started_s = self._clock()
         allowed = partial(self._isolation.allowed, attempt)
-        media, round_ = attempt.answer.plan.visual_tokens, _Round()
+        media, round_ = attempt.answer.plan.visual_tokens, _Round(attempt)
         with closing(round_), closing(self._policy.place(attempt.placement, media, allowed)) as steps:
             try:
                 step = next(steps)
@@ -128,7 +130,7 @@ class RequestPlacer:
             case "reserve":
                 round_.seen = self.calls.seen(attempt)
                 seems_to_have_room = self._seems_to_have_room(attempt)
-                round_.reserve(self.calls, attempt)
+                round_.reserve(self.calls)
                 if seems_to_have_room:
                     return True
                 await round_.settle()
@@ -147,6 +149,7 @@ class RequestPlacer:
             case "release":
                 await round_.settle()
                 await self.calls.abort(attempt, attempt.decode_worker)
+                attempt.reserved_at = ""
         return True
 
     def _wants_kept(self, attempt: Attempt) -> bool:

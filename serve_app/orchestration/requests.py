@@ -57,6 +57,7 @@ class Attempt:
     isolated_at: places at which it may put no other request at risk
     undecided_until_s: until when no worker may be put at risk by it: whether it is to blame is not known yet
     at_risk_until: tokens after which it is no longer at risk; see `epd.control.loss_policy`
+    reserved_at: the decode worker that has room for it, until it is placed
     may_look: set when it should look for room again
     on_grant: takes what its prefill worker grants
     """
@@ -80,6 +81,7 @@ class Attempt:
         self.isolated_at: frozenset[Hashable] = frozenset()
         self.at_risk_until = 0
         self.undecided_until_s = 0.0
+        self.reserved_at = ""
         self.may_look = asyncio.Event()
         self.on_grant: Callable[[Grant], None] = lambda _: None
         self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -101,7 +103,8 @@ class Attempt:
 
     def is_at(self, worker: str) -> bool:
         """Returns whether a worker has it, or is being asked to take it."""
-        return self.asking[worker] > 0 or (self.is_placed and worker in self.workers)
+        has_it = worker in self.workers if self.is_placed else worker == self.reserved_at
+        return has_it or self.asking[worker] > 0
 
     @property
     def is_at_risk(self) -> bool:

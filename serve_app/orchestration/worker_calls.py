@@ -276,6 +276,8 @@ class DecodeMoves:
             return None
         if attempt.has_ended:
             return False
+        if not self._allowed(attempt, "decode", [worker]):  # by now
+            return None
         attempt.placement.move_decode(worker)
         seen = self._calls.seen(attempt)
         ticket = await self._calls.reserve(attempt, worker)
@@ -355,9 +357,9 @@ class DecodeMoves:
 
     async def _other_decoder(self, attempt: Attempt, message: Reserve) -> _Room | None:
         """Finds a decode worker that takes new work and has room for what another one has."""
-        for worker in list(self._policy.router.decode_order(self._policy.candidates().decoders())):
-            if worker == attempt.decode_worker:  # which leaves no more
-                continue
+        for worker in self._policy.decoders(partial(self._allowed, attempt)):
+            if worker == attempt.decode_worker or not self._allowed(attempt, "decode", [worker]):
+                continue  # it leaves no more, or is kept for a suspect by now
             attempt.placement.touched.add(worker)
             incarnation = self._calls.info(worker).incarnation
             ticket = await self._calls.ask(attempt, "decode", worker, message)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from epd.kv.prefix_cache import token_identity
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import Abort, Message, Redirect, Reserve
@@ -75,6 +77,31 @@ def test_a_prompt_looks_for_one_other_decode_worker_at_a_time() -> None:
         assert not await bench.placement.moves.redirect_once(attempt)
         assert fleet.asked == []
         assert redirecting == {attempt.id: attempt}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("claims", ["first", "later"])
+def test_nothing_changes_to_a_decode_worker_that_is_kept_for_a_suspect(claims: str) -> None:
+    """Nor to one that was claimed while the one before it was asked for room."""
+
+    async def run() -> None:
+        fleet = MovingFleet({"p0": 1, "d0": 1, "d1": 0, "d2": 1})
+        bench = Bench(fleet.room, fleet)
+        attempt, suspect = await placed_at(bench, "p0", "d0"), bench.attempt("s")
+        suspect.isolated_at = frozenset({"decode"})
+        moves = bench.placement.moves
+        moves._policy.router.add("d2", num_decodes=1)
+
+        def claim() -> None:
+            assert moves._allowed(suspect, "decode", ["d2"]) == ["d2"]
+
+        if claims == "first":
+            claim()
+        fleet.on[Reserve] = claim
+        assert not await moves.redirect_once(attempt)
+        assert not await moves.move(attempt)
+        assert {target for target, kind in fleet.asked if kind is Reserve} == {"d1"}
 
     asyncio.run(run())
 

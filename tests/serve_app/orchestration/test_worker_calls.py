@@ -159,23 +159,38 @@ def test_a_prompt_is_submitted_before_its_decode_worker_has_answered() -> None:
     asyncio.run(run())
 
 
-def test_who_reserves_room_is_at_the_worker_at_once() -> None:
-    """A suspect that looked for a worker of its own before the task had begun would join it (seed 74760)."""
+def test_who_reserves_room_is_at_the_worker_from_the_first_moment_to_the_last() -> None:
+    """A suspect that looked before the task had begun (seed 74760), or while the prompt was submitted after
+    the room had been reserved (seed 93185), would join it."""
 
     async def run() -> None:
-        bench, round_ = JoiningBench({"p0": 1, "d0": 1}), _Round()
+        bench = JoiningBench({"p0": 1, "d0": 1})
         attempt = bench.attempt("r")
+        round_ = _Round(attempt)
         attempt.placement.take("p0", "d0")
-        round_.reserve(bench.placement.calls, attempt)
+        round_.reserve(bench.placement.calls)
         assert attempt.is_at("d0")
         await round_.settle()
-        await asyncio.sleep(0)
-        assert not attempt.is_at("d0")
-        round_.reserve(bench.placement.calls, attempt)
+        assert attempt.is_at("d0"), "which has room for it now"
         round_.close()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        assert not attempt.is_at("d0")
+        round_.reserve(bench.placement.calls)
+        round_.close()
         assert not attempt.is_at("d0"), "cancelled before it has begun"
+
+    asyncio.run(run())
+
+
+def test_who_finds_no_room_is_not_at_the_worker() -> None:
+    async def run() -> None:
+        bench = JoiningBench({"p0": 1, "d0": 0})
+        attempt = bench.attempt("r")
+        round_ = _Round(attempt)
+        attempt.placement.take("p0", "d0")
+        round_.reserve(bench.placement.calls)
+        await round_.settle()
+        assert round_.ticket is None
+        assert not attempt.is_at("d0")
 
     asyncio.run(run())
 
