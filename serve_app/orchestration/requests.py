@@ -108,8 +108,11 @@ class Attempt:
 
     @property
     def is_at_risk(self) -> bool:
-        """Returns whether it has not yet passed the point where it was lost before."""
-        return self.num_tokens <= self.at_risk_until
+        """Returns whether it has not yet passed the point where it was lost before.
+
+        Its first token may come from its prefill worker before its decode worker has reserved room.
+        """
+        return not self.is_placed or self.num_tokens <= self.at_risk_until
 
     @property
     def has_ended(self) -> bool:

@@ -195,6 +195,20 @@ def test_who_finds_no_room_is_not_at_the_worker() -> None:
     asyncio.run(run())
 
 
+def test_a_first_token_before_there_is_room_ends_no_risk() -> None:
+    """Seed 98843: another request at the decode worker, which had no token yet, was blamed alone."""
+
+    async def run() -> None:
+        attempt = JoiningBench({"p0": 1, "d0": 1}).attempt("r")
+        attempt.placement.take("p0", "d0")
+        attempt.num_tokens = 1
+        assert attempt.is_at_risk
+        attempt.place(0.0)
+        assert not attempt.is_at_risk
+
+    asyncio.run(run())
+
+
 async def ended_without_room(bench: JoiningBench) -> Attempt:
     attempt = bench.attempt("r")
     await bench.placement.place(attempt, bench._clock() + NEVER_S, is_new=True)
