@@ -98,8 +98,12 @@ def running_front(
 def media_settings(
     fetch: FetchPolicy | None = None, spool_folder: Path | None = None, **limits: Any
 ) -> MediaSettings:
-    """Settings of a media worker as they are by default, with other ones of a test. limits: of its spool."""
-    default = MediaSettings(embedded_model_path(), spool_folder=spool_folder)
+    """Settings of a media worker as they are by default, with other ones of a test. limits: of its spool.
+
+    The model waits for the first image: `from transformers import ...` fails in a test while another thread
+    imports it for the first time, since Python hands out the module that transformers replaces.
+    """
+    default = MediaSettings(embedded_model_path(), spool_folder=spool_folder, opens_early=False)
     return replace(default, fetch=fetch or default.fetch, limits=SpoolLimits(**limits))
 
 
