@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Event, current_thread
 
 import pytest
-import torch
 
 from epd.encoders.groups import MediaGroup, plan_groups, salted
 from epd.store.file_format import Place, place
@@ -23,6 +22,7 @@ from epd.store.piece_files import PieceFiles, stored
 from epd.store.write_behind import read_paces
 from epd.types import Reuse, Tier
 from tests.encoders.families import Clip, Family, Picture
+from tests.encoders.tolerances import assert_same_but_for_batching
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise
 
 SOON_S = 60.0
@@ -53,8 +53,7 @@ def run(workers: Workers, media: Sequence[Picture | Clip], groups: Sequence[Medi
     plain = Workers(family, 1)
     expected = merged(family.adapter, plans, plain.encode(media, groups))
     for ours, theirs in zip(merged(family.adapter, plans, results), expected, strict=True):
-        for mine, other in zip((ours.rows, *ours.deepstack), (theirs.rows, *theirs.deepstack), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        assert_same_but_for_batching(ours, theirs)
     encoder.close()
     workers.check()
     return encoder.counts.num_patches - before

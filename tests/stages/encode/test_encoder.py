@@ -17,6 +17,7 @@ from epd.stages.encode.encoder_pool import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.transfer.connectors import Ticket
 from tests.encoders.families import Clip, Family
+from tests.encoders.tolerances import assert_same_but_for_batching
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, plan_all
 
 
@@ -97,12 +98,7 @@ def test_what_is_sent_is_what_would_have_been_kept(
         placed = read(workers, clip, prompt, groups, order)
         assert len(placed) == len(expected)
         for ours, theirs in zip(placed, expected, strict=True):
-            for mine, other in zip(
-                (ours.embeddings.rows, *ours.embeddings.deepstack),
-                (theirs.embeddings.rows, *theirs.embeddings.deepstack),
-                strict=True,
-            ):
-                assert torch.equal(mine, other)
+            assert_same_but_for_batching(ours.embeddings, theirs.embeddings)
             assert (ours.positions == theirs.positions).all()
             assert (ours.indices == theirs.indices).all()
             if method == "mustdrop":
@@ -126,7 +122,7 @@ def test_groups_are_merged_in_the_tower_as_their_keys_say(family: Family, clip: 
     run = encoder.patches(family.frames(clip, whole.plan), whole.plan)
     for group, share in ((whole, None), (half, 0.5)):
         ((_, found),) = workers.encode([clip], [group], request_id=f"{share}")
-        assert torch.equal(found.rows, encoder.encode([run], share)[0].rows)
+        assert_same_but_for_batching(found, encoder.encode([run], share)[0])
     ticket = Ticket("t", whole.spec.key, "p0", CachedGroup(1, (0,)))
     jobs = [workers.job([clip], each, replace(ticket, key=each.spec.key)) for each in (whole, half)]
     assert jobs[0].shape != jobs[1].shape
