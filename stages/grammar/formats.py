@@ -98,7 +98,8 @@ def _choices(texts: list[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """Writes a text for Lark. In ASCII: Lark takes U+007F escaped alone, unlike JSON."""
+    return json.dumps(text)
 
 
 def _tool_calls(wanted: dict[str, Any], whitespace: str | None) -> str:

@@ -42,6 +42,7 @@ FINE: list[tuple[Kind, Any]] = [
     ("regex", "(a+)+b"),
     ("regex", "(a{1,100}|é){1,1000000000}"),
     ("choice", ["yes", "no", '"/\\n', "漢🙂"]),
+    ("choice", list(map(chr, range(256)))),
     ("grammar", 'root ::= "a" | [0-9]+'),
     ("grammar", 'start: "(" start? ")"'),
     ("tool_calls", {"tools": [{"name": 'a"b', "parameters": {"type": "object"}}], "is_parallel": True}),
