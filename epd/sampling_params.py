@@ -86,7 +86,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: on tokens of the answer, for occurring and for each occurrence.
     seed: of the draws; None lets the server choose one.
     stop: strings that end the answer, cut off with all that follows unless include_stop_str_in_output.
-    stop_token_ids: tokens that end it, beside the checkpoint's own, which ignore_eos switches off.
+    stop_token_ids: tokens that end it, beside the checkpoint's own, which ignore_eos switches off; their text
+        is cut off as a stop string is.
     min_tokens: below this length only max_tokens ends the answer.
     logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
     n: independent answers to the same prompt.

@@ -273,7 +273,7 @@ class TokenSequence:
         """Returns the text that becomes readable with a token, which is known already."""
         if may_end and token_id in self.text.ends.token_ids:
             self.finish_reason = "stop"
-            return self.text.finish()
+            return self.text.end(token_id)
         text = self.text.push(token_id, may_stop=may_end)
         if self.text.is_stopped:
             self.finish_reason = "stop"

@@ -240,7 +240,8 @@ class TextStream:
         """Starts a text. ends: of the request, to be shared by its answers."""
         self.ends = AnswerEnds.of(params, frozenset()) if ends is None else ends
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._checker = StopChecker(self.ends.stops, include_stop=params.include_stop_str_in_output)
+        self._include_stop = params.include_stop_str_in_output
+        self._checker = StopChecker(self.ends.stops, include_stop=self._include_stop)
 
     @property
     def is_stopped(self) -> bool:
@@ -249,6 +250,11 @@ class TextStream:
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """Takes a token; returns what became readable. After the end, returns nothing."""
         return self._checker.push(self._detokenizer.push(token_id), may_stop=may_stop)
+
+    def end(self, token_id: int) -> str:
+        """Takes the token that ends the text, and belongs to it as a stop string does; returns the rest."""
+        text = self.push(token_id) if self._include_stop else ""
+        return text if self.is_stopped else text + self.finish()
 
     def finish(self) -> str:
         """Returns the rest of a text that ends without a stop string."""

@@ -60,6 +60,25 @@ def test_an_answer_ends_where_the_cache_does(a_family: Subject) -> None:
     assert engine.kv.usage == 0
 
 
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_the_text_of_a_stop_token_is_cut_off_or_included_as_a_stop_string_is(
+    a_family: Subject, include_stop: bool
+) -> None:
+    """vLLM's detokenizer leaves the last token out unless `include_stop_str_in_output` is set."""
+    prompt, tokenizer = a_family.prompts[0], a_family.adapter.tokenizer
+    texts = [tokenizer.decode(prompt.expected[:stop], skip_special_tokens=True) for stop in range(13)]
+    at = next(at for at in range(3, 12) if prompt.expected[at] not in prompt.expected[:at])
+    assert texts[at + 1] != texts[at]
+    sampling = SamplingParams(
+        max_tokens=12, stop_token_ids=(prompt.expected[at],), include_stop_str_in_output=include_stop
+    )
+    drive = Drive(a_family.engine(), seed=0)
+    tokens = drive.run({"r": prompt}, sampling=sampling)["r"]
+    assert tokens == prompt.expected[: at + 1]
+    assert "".join(each.text for each in drive.outputs["r", 0]) == texts[at + include_stop]
+    assert drive.outputs["r", 0][-1].finish_reason == "stop"
+
+
 def test_an_answer_that_outgrows_its_first_room_goes_on_the_same(a_family: Subject) -> None:
     """200 tokens pass the first room and the next: those of `generate` with a cache of its own."""
     request = text_request("r", SamplingParams(max_tokens=200))

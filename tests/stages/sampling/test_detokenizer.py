@@ -221,6 +221,22 @@ def test_a_stream_without_a_stop_gives_all_in_the_end() -> None:
     assert (stream.push(TOKENIZER("n")["input_ids"][0]), stream.finish()) == ("", "n")
 
 
+@pytest.mark.parametrize("text", ["so it goes}", "nà🙂", "a<tool>", "<|im_end|>", "}"])
+def test_the_token_that_ends_a_text_is_cut_off_or_included_as_a_stop_string_is(text: str) -> None:
+    *before, last = TOKENIZER(text)["input_ids"]
+    for include_stop, shown_ids in ((False, before), (True, [*before, last])):
+        stream = TextStream(TOKENIZER, SamplingParams(include_stop_str_in_output=include_stop))
+        out = [*(stream.push(token_id) for token_id in before), stream.end(last)]
+        assert "".join(out) == decoded(shown_ids)
+
+
+def test_a_stop_string_in_the_token_that_ends_a_text_ends_it_once() -> None:
+    *before, last = TOKENIZER("on <tool>")["input_ids"]
+    stream = TextStream(TOKENIZER, SamplingParams(stop=("<to", "so"), include_stop_str_in_output=True))
+    out = [*(stream.push(token_id) for token_id in before), stream.end(last)]
+    assert "".join(out) == "on <to"
+
+
 def test_a_long_stop_string_costs_what_the_text_does() -> None:
     """16 stop strings of 100,000 characters for 128 answers: what is made of them follows the text alone."""
     stops = tuple(f"{number:02d}" * 50_000 for number in range(16))
