@@ -88,7 +88,7 @@ class SamplingParams:
     stop: strings that end the answer, cut off with all that follows unless include_stop_str_in_output.
     stop_token_ids: tokens that end it, beside the checkpoint's own, which ignore_eos switches off; their text
         is cut off as a stop string is.
-    min_tokens: below this length only max_tokens ends the answer.
+    min_tokens: below this length only max_tokens and a complete format end the answer.
     logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
     n: independent answers to the same prompt.
     logit_bias: token ids, each once, and what is added to their logits before all else.

@@ -271,7 +271,8 @@ class TokenSequence:
 
     def _text_with(self, token_id: int, *, may_end: bool) -> str:
         """Returns the text that becomes readable with a token, which is known already."""
-        if may_end and token_id in self.text.ends.token_ids:
+        ends = self.text.ends
+        if token_id in (ends.token_ids if may_end else ends.format_ids):
             self.finish_reason = "stop"
             return self.text.end(token_id)
         text = self.text.push(token_id, may_stop=may_end)

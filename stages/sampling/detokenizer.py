@@ -162,15 +162,21 @@ class StopString:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnds:
-    """Holds what ends a request's answers, shared by all of them. token_ids: the checkpoint's too."""
+    """Holds what ends a request's answers, shared by all of them.
+
+    token_ids: the checkpoint's too.
+    format_ids: those that end it before `min_tokens` too: they come there only where a format is complete.
+    """
 
     token_ids: frozenset[int]
     stops: tuple[StopString, ...]
+    format_ids: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, params: SamplingParams, eos_ids: frozenset[int]) -> AnswerEnds:
         """Creates the ends. eos_ids: the checkpoint's end tokens."""
-        return cls(params.ending_ids(eos_ids), tuple(map(StopString, params.stop)))
+        stops = tuple(map(StopString, params.stop))
+        return cls(params.ending_ids(eos_ids), stops, eos_ids if params.grammar else frozenset())
 
 
 class _Matcher:

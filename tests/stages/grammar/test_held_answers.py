@@ -181,6 +181,20 @@ def test_the_least_length_yields_where_the_grammar_allows_only_the_end(shapes: S
     assert "".join(each.text for each in outputs) == "yes"
 
 
+@pytest.mark.parametrize("max_tokens", [20, 30])
+def test_an_answer_ends_once_its_format_is_complete_whatever_its_least_length(
+    shapes: Subject, max_tokens: int
+) -> None:
+    """End tokens came up to the least length, and "length" was the reason if that was the greatest too."""
+    free = SamplingParams(max_tokens=max_tokens, grammar=regex("yes"))
+    expected = Drive(shapes.engine(), seed=0).run({"r": shapes.prompts[0]}, sampling=free)
+    drive = Drive(shapes.engine(), seed=0)
+    assert drive.run({"r": shapes.prompts[0]}, sampling=replace(free, min_tokens=20)) == expected
+    (outputs,) = drive.outputs.values()
+    assert outputs[-1].finish_reason == "stop"
+    assert [each.token.token_id in EOS_IDS for each in outputs] == [*[False] * (len(outputs) - 1), True]
+
+
 def test_a_grammar_that_cannot_be_built_ends_its_request_alone(shapes: Subject, reference: Any) -> None:
     engine = shapes.engine()
     drive = Drive(engine, seed=0)
