@@ -9,8 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import av.error
+from av.packet import PacketSideData
 from av.video.codeccontext import VideoCodecContext
 
 from epd.video.containers.avi_times import timed
@@ -30,6 +32,8 @@ MAX_OVERRUN_S = 1.0
 FUSE_PACKETS = 32
 MAX_CHUNK_PACKETS_ALONE = 48
 MAX_CHUNK_PACKETS_SHARED = 1024
+# What a demuxer adds to the first packet alone of those it holds for: a new header, colours of a palette.
+_SAID_ONCE: Final = ("new_extradata", "palette")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class _Packets:
         self._clock = SteadyClock()
         self._packets = self._demux()
         self._num_errors = 0
+        self._said: dict[str, PacketSideData] = {}  # last, of each kind
 
     def _demux(self) -> Iterator[VideoPacket]:
         packets = self.video.container.demux(self.video.stream)
@@ -66,11 +71,22 @@ class _Packets:
             if packet is None or (packet.size == 0 and packet.dts is None):
                 return None
             if packet.size:
+                self._repeat(packet)
                 return packet
         return None
 
+    def _repeat(self, packet: VideoPacket) -> None:
+        """Gives a keyframe what was said before it: its decoder may not have got those packets."""
+        for kind in _SAID_ONCE:
+            if packet.has_sidedata(kind):
+                self._said[kind] = packet.get_sidedata(kind)
+            elif packet.is_keyframe and kind in self._said:
+                packet.set_sidedata(self._said[kind])
+
     def seek(self, position: int) -> bool:
         """Goes to a keyframe at or before a timestamp, if the container is right. False: it cannot."""
+        if self._info.pixel_format == "pal8" and not self._said:
+            self.next()  # the palette comes with the first packet, and never after a jump
         try:
             self.video.container.seek(position, stream=self.video.stream)
         except av.error.FFmpegError:
@@ -82,7 +98,7 @@ class _Packets:
         """Goes to the start of the file, which is opened again."""
         video = open_as_shown(self.video.media, timeout_s)
         self.video.close()
-        self.video, self._clock = video, SteadyClock()
+        self.video, self._clock, self._said = video, SteadyClock(), {}
         self._packets = self._demux()
 
 
