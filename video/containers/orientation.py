@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from av.sidedata.sidedata import SideData
+from av.sidedata.sidedata import SideData, Type
 from av.video.frame import VideoFrame
 
 from epd.types import UInt8Array
@@ -11,6 +13,17 @@ from epd.types import UInt8Array
 # Values of EXIF's orientation that exchange height and width.
 TURNED = frozenset({5, 6, 7, 8})
 DisplayMatrix = tuple[int, int, int, int]
+
+
+def _unnamed(value: Any) -> Type:
+    """Returns a kind of side data that PyAV has no name for, such as EXIF."""
+    kind = object.__new__(Type)
+    kind._name_, kind._value_ = f"KIND_{value}", value
+    return kind
+
+
+# Without this, PyAV refuses all side data of a frame for the sake of one kind that it does not know.
+Type._missing_ = _unnamed  # type: ignore[method-assign]
 
 
 def display_matrix(frame: VideoFrame) -> DisplayMatrix | None:

@@ -44,8 +44,8 @@ _MIN_FRAMES_FOR_RATE = 8
 _VP8_SHOW_FRAME = 0x10
 _TRANSPORT_PACKETS = (188, 192, 204)  # bytes: plain, with the time of arrival, with parity
 _ROUNDING_S = Fraction(1, 500)  # of edits: QuickTime's movies have 600 ticks a second
-# Containers that can ask for a rotation, which only the first frame shows.
-ROTATING_CONTAINERS = ("mov", "matroska")
+# What can ask for a rotation, which only the first frame shows: containers, and pictures by their EXIF.
+ROTATING_CONTAINERS, ROTATING_CODEC = ("mov", "matroska"), "mjpeg"
 MAX_PACKETS_TO_FIRST_FRAME = 200
 # What FFmpeg takes for the rate of a stream of pictures that says none.
 _RAW_FPS = Fraction(25)
@@ -264,7 +264,7 @@ def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) 
     check_size(video.media.name, info, len(video.container.streams), limits)
     check_memory(video.media.name, video.stream.codec_context, limits.max_decoder_bytes)
     seen: list[VideoPacket] = []
-    if any(name in info.container_format for name in ROTATING_CONTAINERS):
+    if info.codec == ROTATING_CODEC or any(name in info.container_format for name in ROTATING_CONTAINERS):
         info = turned(info, first_rotation_deg(video, seen))
     info = measured(video, info, limits, seen)
     check_length(video.media.name, info, limits)

@@ -205,14 +205,17 @@ def test_lab_is_converted() -> None:
     assert np.abs(np.array(colours(saved(lab, "TIFF"))) - [255, 0, 0]).max() <= 6
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
-def test_orientation_is_honoured(kind: str, orientation: int) -> None:
-    quarters: UInt8Array = np.zeros((32, 64, 3), np.uint8)
-    quarters[:16, :32], quarters[:16, 32:], quarters[16:, :32] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+QUARTERS: UInt8Array = np.zeros((32, 64, 3), np.uint8)
+QUARTERS[:16, :32], QUARTERS[:16, 32:], QUARTERS[16:, :32] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+def quarters(kind: str, orientation: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    found = video.load_image(saved(Image.fromarray(quarters), kind, exif=exif, quality=100))
+    return saved(Image.fromarray(QUARTERS), kind, exif=exif, quality=100)
+
+
+def assert_upright(found: UInt8Array, orientation: int) -> None:
     corners = {  # of red, then green, as (top, left), by the table of EXIF
         1: "tl tr", 2: "tr tl", 3: "br bl", 4: "bl br", 5: "tl bl", 6: "tr br", 7: "br tr", 8: "bl tl",
     }[orientation].split()  # fmt: skip
@@ -221,6 +224,22 @@ def test_orientation_is_honoured(kind: str, orientation: int) -> None:
         row, column = (4 if corner[0] == "t" else -4), (4 if corner[1] == "l" else -4)
         assert found[row, column].argmax() == channel
         assert found[row, column].max() > 200
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_orientation_is_honoured(kind: str, orientation: int) -> None:
+    assert_upright(video.load_image(quarters(kind, orientation)), orientation)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_of_photos_that_are_a_video(orientation: int) -> None:
+    """As `cat *.jpg` makes one. PyAV has no name for the EXIF that FFmpeg gives beside each frame."""
+    photos = quarters("JPEG", orientation) * 3
+    found = video.decode(photos, [0.1]).data[0]
+    assert_upright(found, orientation)
+    facts = video.look(photos)
+    assert (facts.kind, facts.height, facts.width) == ("video", *found.shape[:2])
 
 
 def test_bands_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
