@@ -22,6 +22,8 @@ from itertools import chain
 
 import av.error
 from av.index import IndexEntries
+from av.packet import Packet
+from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from epd.errors import CorruptMediaError
@@ -351,6 +353,11 @@ def _listed_keyframes(entries: IndexEntries) -> Iterator[int]:
             return
 
 
+def _decoded(video: OpenVideo, packet: VideoPacket) -> list[VideoFrame]:
+    """Decodes a packet, of which an edit list may hide the frame: a copy does not say so."""
+    return video.stream.codec_context.decode(Packet(bytes(packet)) if packet.is_discard else packet)
+
+
 def first_rotation_deg(video: OpenVideo, seen: list[VideoPacket]) -> int:
     """Returns the clockwise turn, 0, 90, 180 or 270 degrees, that makes the first frame upright.
 
@@ -359,7 +366,7 @@ def first_rotation_deg(video: OpenVideo, seen: list[VideoPacket]) -> int:
     try:
         for count, packet in enumerate(video.container.demux(video.stream)):
             seen.append(packet)
-            for frame in packet.decode():
+            for frame in _decoded(video, packet):
                 matrix = display_matrix(frame)
                 if matrix is None:
                     return 0

@@ -22,7 +22,7 @@ from tests.video.conftest import Clip
 from tests.video.edits import Edit, timescales, with_edits
 from tests.video.joined import beside_sound, joined
 from tests.video.plain_decoder import reference_decode
-from tests.video.recipes import number_in, repeat
+from tests.video.recipes import X264, Recipe, number_in, repeat
 from tests.video.util import assert_same_frames
 
 FPS, NUM_FRAMES = 30, 60  # of the clips
@@ -99,6 +99,17 @@ def test_an_edit_list(clip: Clip, tmp_path: Path, edits: tuple[tuple[int, int] |
 def test_an_edit_that_is_longer_than_its_media(clip: Clip, tmp_path: Path) -> None:
     path = edited(clip, tmp_path / "edited.mp4", (30, 600))
     assert_shows(path, list(range(30, 60)))
+
+
+def test_a_cut_far_behind_its_keyframe_is_turned_as_the_rest(clip: Clip, tmp_path: Path) -> None:
+    """As of slow motion: more packets come before the first picture than are decoded in search of one."""
+    turned = Recipe("slow.mp4", options={**X264, "g": "600"}, num_frames=240, gaps=(5,), rotation_deg=90)
+    data = clip(turned).read_bytes()
+    movie, media = timescales(data)
+    path = tmp_path / "cut.mp4"
+    path.write_bytes(with_edits(data, [(movie // 10, media * 225 // 120)]))
+    facts, frames = video.look(path), video.decode(path, [0.05])
+    assert (facts.num_frames, facts.height, facts.width) == (12, *frames.data.shape[1:3]) == (12, 128, 96)
 
 
 def test_nothing_new_is_shown_in_a_gap_between_edits(clip: Clip, tmp_path: Path) -> None:
