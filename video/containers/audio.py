@@ -3,7 +3,7 @@
     file, decoded from its start   |          |   wanted    |        |
     samples at the model's rate    0        start         stop          what is before is decoded and dropped
 
-The whole file is resampled as one, so that a part of it has the same samples as the whole. It begins where
+The file is resampled from its start, so that a part of it has the same samples as the whole. It begins where
 its track does; seconds of a part count from the start of the picture, if there is one. Channels count alike:
 FFmpeg would weigh them, and make sound that is in several louder.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 
 import av.container
 import av.error
@@ -183,15 +183,23 @@ def _is_cover(stream: av.stream.Stream) -> bool:
 
 
 def _resampled(media: Media, frames: Iterable[AudioFrame], rate: int) -> Iterator[Float32Array]:
-    """Yields a track's samples, the mean of its channels, float32 [N] at `rate`, in order."""
-    resampler = AudioResampler(format="fltp", rate=rate)
+    """Yields a track's samples, the mean of its channels, float32 [N] at `rate`, in order.
+
+    Where a broadcast goes from two channels to six, or a podcast to its next file, another resampler follows.
+    """
     try:
-        for frame in chain(frames, [None]):
-            for out in resampler.resample(frame):
-                if out is not None:  # at the end of a track that needed no resampling
-                    yield out.to_ndarray().mean(axis=0)
+        for _, alike in groupby(frames, _form):
+            resampler = AudioResampler(format="fltp", rate=rate)
+            for frame in chain(alike, [None]):
+                for out in resampler.resample(frame):
+                    if out is not None:  # at the end of a track that needed no resampling
+                        yield out.to_ndarray().mean(axis=0)
     except (av.error.FFmpegError, ValueError) as error:
         raise _damaged(media, error) from error
+
+
+def _form(frame: AudioFrame) -> tuple[str, str, int]:
+    return frame.format.name, frame.layout.name, frame.sample_rate
 
 
 def _check(media: Media, part: AudioSlice, wanted: Float32Array, num_decoded: int) -> None:

@@ -73,6 +73,22 @@ def test_samples_at_the_rate_of_the_model_are_those_of_the_file(tmp_path: Path) 
     assert np.array_equal(video.load_audio(tmp_path / "a.wav", ALL), written.astype(np.float32) / 32768)
 
 
+@pytest.mark.parametrize("container", ["adts", "mpegts"])
+def test_tracks_that_change_their_channels_or_rate(container: str, tmp_path: Path) -> None:
+    """As broadcasts do, and podcasts that are put together from several files."""
+    tone, joined = tones(2, RATE)[0], b""
+    for index, (rate, channels) in enumerate(((48_000, 2), (48_000, 1), (RATE, 1), (44_100, 1))):
+        part = tones(2, rate).repeat(channels, axis=0)
+        joined += write_audio(tmp_path / f"{index}", part, rate, "aac", container).read_bytes()
+    samples = video.load_audio(joined, ALL)
+
+    parts = np.split(samples, [round(at * len(samples) / 4) for at in (1, 2, 3)])
+    assert len(samples) == pytest.approx(4 * len(tone), rel=0.05)
+    for part in parts:
+        heard = np.abs(np.fft.rfft(part[:8000])).argmax()
+        assert heard == pytest.approx(np.abs(np.fft.rfft(tone[:8000])).argmax(), abs=3)
+
+
 def test_children_decode_the_same(files: dict[str, Path], tmp_path: Path) -> None:
     children = MediaChildren()
     try:
