@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,21 +64,21 @@ def _without_breaks(text: str) -> str:
 
 
 def _call(name: str, pairs: Iterable[tuple[str, str]], schemas: Schemas) -> tuple[str, str]:
-    known = schemas.get(name, {}).get("properties")
+    whole = schemas.get(name, {})
+    known = whole.get("properties")
     properties = known if isinstance(known, dict) else {}
-    arguments = {key: _value(text, properties.get(key)) for key, text in pairs}
+    arguments = {key: _value(text, _kinds(properties.get(key), whole)) for key, text in pairs}
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def _value(text: str, schema: Any) -> Any:
-    """Returns an argument: a text where the schema wants one or says nothing, else JSON or a literal."""
-    kinds = _kinds(schema)
+def _value(text: str, kinds: set[str]) -> Any:
+    """Returns an argument: a text where its schema wants one or names no type, else JSON or a literal."""
     if not kinds or kinds == {"string"}:
         return text
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(text.strip())
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
         is_text_wanted = "string" in kinds and not isinstance(value, str | type(None))
@@ -88,28 +88,58 @@ def _value(text: str, schema: Any) -> Any:
 
 def _is_wanted(value: Any, kinds: set[str]) -> bool:
     """Reports whether a schema that allows texts allows this value too."""
-    named: Sequence[tuple[type, tuple[str, ...]]] = (
-        (bool, ("boolean",)), (int, ("integer", "number")), (float, ("number",)), (list, ("array",)),
-        (dict, ("object",)),
-    )  # fmt: skip
-    return any(type(value) is kind and kinds.intersection(names) for kind, names in named)
+    kind = _kind_of(value)
+    return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
-def _kinds(schema: Any) -> set[str]:
-    """Returns the types that a schema names, also those of its alternatives."""
-    if not isinstance(schema, dict):
-        return set()
-    named = schema.get("type")
-    kinds = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
-    for each in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        kinds |= _kinds(each)
-    values = schema.get("enum")
-    are_texts = isinstance(values, list) and all(isinstance(each, str) for each in values)
-    return kinds or ({"string"} if are_texts else kinds)
+def _kind_of(value: Any) -> str | None:
+    """Returns the name that schemas have for the type of a value; None for one that JSON has not."""
+    named = {
+        str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
+    }  # fmt: skip
+    return named.get(type(value))
+
+
+def _kinds(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """Returns the types that a schema names, also those of its alternatives and of what it refers to.
+
+    whole: the schema that has the definitions
+    """
+    kinds, followed, waiting = set[str](), set[str](), [schema]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            continue
+        named = each.get("type")
+        values = [*_listed(each.get("enum")), *([each["const"]] if "const" in each else [])]
+        said = [named, *_listed(named)] if named else map(_kind_of, values)
+        kinds.update(kind for kind in said if isinstance(kind, str))
+        for word in ("anyOf", "oneOf", "allOf"):
+            waiting += _listed(each.get(word))
+        reference = each.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            waiting.append(_referred(whole, reference))
+    return kinds
+
+
+def _listed(value: Any) -> list[Any]:
+    """Returns a list of a schema; nothing for what should be one and is not."""
+    return value if isinstance(value, list) else []
+
+
+def _referred(whole: Mapping[str, Any], reference: str) -> Any:
+    """Returns what a reference such as #/$defs/Place names within a schema; None for nothing."""
+    root, *keys = reference.split("/")
+    found: Any = whole if root == "#" else None
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+# A name with escapes is read with its whole call.
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARS = 1024
 
 
@@ -177,7 +207,7 @@ class ToolCallReader:
         if found:
             self._held, self._state = self._held[found.end() :], "arguments"
             self._depth, self._is_quoted, self._is_escaped = 0, False, False
-            yield self._begun(json.loads(found[1]))
+            yield self._begun(found[1])
         elif _END in self._held:
             body, _, self._held = self._held.partition(_END)
             self._state = "content"
@@ -223,5 +253,11 @@ def _parsed(body: str) -> tuple[str, str] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
+    arguments = call.get("arguments", call.get("parameters")) or {}
+    called = call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return called if all(map(_is_unicode, called)) else None
+
+
+def _is_unicode(text: str) -> bool:
+    """Reports whether a text has no half of a pair of surrogates, which JSON can write and UTF-8 cannot."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)

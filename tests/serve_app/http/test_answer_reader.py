@@ -27,6 +27,18 @@ SCHEMAS = {
             "unit": {"enum": ["C", "F"]},
             "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
             "any": {"type": ["string", "number"]},
+            "place": {"$ref": "#/$defs/Place"},
+            "places": {"allOf": [{"$ref": "#/$defs/Places"}], "description": "Some."},
+            "level": {"enum": [1, 2]},
+            "mode": {"enum": ["a", 2]},
+            "one": {"const": 1},
+            "lost": {"$ref": "#/$defs/Lost"},
+            "foreign": {"$ref": "https://example.com/schema"},
+            "odd": {"type": 5, "anyOf": 5, "enum": 5, "$ref": 5},
+        },
+        "$defs": {
+            "Place": {"type": "object", "properties": {"in": {"$ref": "#/$defs/Place"}}},
+            "Places": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"$ref": "#/$defs/Places"}]},
         },
     }
 }
@@ -157,6 +169,10 @@ def test_calls_are_read_as_their_families_write_them(parser: str, text: str, fou
         ("exact", "false", False), ("exact", "False", False), ("unit", "3", "3"), ("limit", "null", None),
         ("limit", "None", None), ("limit", "4", 4), ("any", "4", 4), ("any", "[4]", "[4]"), ("any", "x", "x"),
         ("days", "1e999", "1e999"), ("at", "[" * 5000, "[" * 5000),
+        ("place", '{"in": {}}', {"in": {}}), ("places", '["a"]', ["a"]), ("places", "x", "x"),
+        ("level", "1", 1), ("mode", "a", "a"), ("mode", "2", 2), ("one", "1", 1),
+        ("lost", "1", "1"), ("foreign", "1", "1"), ("odd", "1", "1"),
+        ("place", r'{"in": "\ud800"}', r'{"in": "\ud800"}'),
     ],
 )  # fmt: skip
 def test_the_schema_says_what_an_argument_is(name: str, text: str, value: object) -> None:

@@ -55,8 +55,22 @@ ODD = {"a": "}</tool_call>\\", "b": [{"c": '"{['}], "ü": None}
         ("<tool_call>[" + "[" * 5000 + "</tool_call>", "<tool_call>[" + "[" * 5000 + "</tool_call>", []),
         ('<tool_call>\n{"name": "f', '<tool_call>\n{"name": "f', []),
         ('<tool_call>\n{"name": "f", "arguments": {"x', "", [("f", '{"x')]),
+        (r'<tool_call>{"name": "\u0066", "arguments": {"x": 1}}</tool_call>', "", [("f", '{"x": 1}')]),
+        *(
+            (f"<tool_call>{body}</tool_call>", f"<tool_call>{body}</tool_call>", [])
+            for body in (
+                r'{"name": "f\q", "arguments": {}}',
+                '{"name": "f\n", "arguments": {}}',
+                r'{"name": "\ud800", "arguments": {}}',
+                r'{"arguments": "\ud800", "name": "f"}',
+            )
+        ),
+        *(
+            (f'<tool_call>{{"name": "f", "arguments": {none}}}</tool_call>', "", [("f", "{}")])
+            for none in ("null", '""')
+        ),
     ],
-    ids=range(14),
+    ids=range(21),
 )
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
 def test_calls_and_content(text: str, content: str, calls: list[tuple[str, str]], size: int) -> None:
