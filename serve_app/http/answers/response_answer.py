@@ -81,7 +81,10 @@ class ResponseReasoning(BaseModel):
 
 
 class CachedTokens(BaseModel):
+    """Tokens that were found in caches. cache_write_tokens: none, as writing is not counted apart."""
+
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class ReasoningTokens(BaseModel):

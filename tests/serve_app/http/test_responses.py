@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response
 
 from epd.errors import OverloadedError
 from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, ResponseRequest
@@ -86,6 +87,12 @@ def test_the_official_client_gets_a_response(front: Front) -> None:
     assert request.request_id == found.id
     assert front.ask().status_code == 200
     assert front.service.requests[1].messages == request.messages
+
+
+def test_a_response_has_every_field_that_the_official_types_require(front: Front) -> None:
+    options: list[JSON] = [{}, {"tools": TOOLS}, {"include": ["message.output_text.logprobs"]}]
+    for more in options:
+        Response.model_validate(ask(front, **more).json())
 
 
 def test_options_are_those_of_a_chat(front: Front) -> None:
