@@ -164,14 +164,17 @@ class FileStore:
 
     def new_part(self, owner: str = "") -> Path:
         """Returns where to write an upload. Raises OverloadedError if there is no room for one more file."""
+        self.remove_expired()
         self.room.check_number(owner)
         return self.folder / f"{new_id('file')}.part"
 
-    def keep(self, part: Path, owner: str, name: str, purpose: Purpose) -> FileObject:
+    def keep(
+        self, part: Path, owner: str, name: str, purpose: Purpose, kept_s: int | None = None
+    ) -> FileObject:
         """Makes an upload a file. Raises RequestLimitError if the folder, or its owner, has too much."""
         self.room.check_bytes()
         self.room.check_share(owner, part.stat().st_size)
-        return self.adopt(part, owner, part.stem, name, purpose)
+        return self.adopt(part, owner, part.stem, name, purpose, kept_s)
 
     def adopt(
         self,
@@ -180,20 +183,23 @@ class FileStore:
         file_id: str,
         name: str,
         purpose: Purpose,
-        expires_at: int | None = None,
+        kept_s: int | None = None,
     ) -> FileObject:
-        """Moves a file of this file system here, under an id. Done again, it changes nothing more."""
+        """Moves a file of this file system here, under an id. Done again, it changes nothing more.
+
+        kept_s: seconds until it expires, None for ever
+        """
         data = self.path_of(file_id)
         if path.exists():
             path.replace(data)
-        size = data.stat().st_size
+        now = int(time.time())
         file = FileObject(
             id=file_id,
-            bytes=size,
-            created_at=int(time.time()),
+            bytes=data.stat().st_size,
+            created_at=now,
             filename=name,
             purpose=purpose,
-            expires_at=expires_at,
+            expires_at=None if kept_s is None else now + kept_s,
         )
         record = self.folder / f"{file_id}.json"
         write_record(record, StoredFile(owner=owner, file=file))

@@ -18,7 +18,7 @@ BatchStatus = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"
 ]
 FINAL: frozenset[BatchStatus] = frozenset({"completed", "failed", "cancelled", "expired"})
-_MAX_KEPT_S = 30 * 24 * 3600
+MIN_KEPT_S, MAX_KEPT_S = 60, 30 * 24 * 3600
 MAX_PARTS = 10_000
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 WINDOW_S = 24 * 3600
@@ -157,7 +157,7 @@ class ExpiresAfter(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     anchor: Literal["created_at"]
-    seconds: int = Field(ge=60, le=_MAX_KEPT_S)
+    seconds: int = Field(ge=MIN_KEPT_S, le=MAX_KEPT_S)
 
 
 class UploadRequest(BaseModel):

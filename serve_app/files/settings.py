@@ -17,7 +17,7 @@ Kind = Literal["file", "batch", "upload", "part"]
 _PREFIXES: dict[Kind, str] = {"file": "file-", "batch": "batch_", "upload": "upload_", "part": "part_"}
 _ID = re.compile(r"(file-|batch_|upload_|part_)[0-9a-f]{24}")
 _ID_BYTES = 12
-MAX_LISTED = 100
+MAX_LISTED, MAX_LISTED_FILES = 100, 10_000  # as OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +92,20 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 def page_of(
-    records: Sequence[_T], limit: int, after: str | None, *, newest_first: bool = True
+    records: Sequence[_T],
+    limit: int,
+    after: str | None,
+    *,
+    newest_first: bool = True,
+    most: int = MAX_LISTED,
 ) -> tuple[list[_T], bool]:
     """Returns a page of records with an id and a time, and whether there are more. Raises RequestError.
 
-    limit: of the page, 1 to 100; `MAX_LISTED` at most are returned
+    limit: of the page; no more than `most` are returned
     after: the id that the page before ended with
     """
     if limit < 1:
-        raise RequestError(f"received a limit of {limit}; allowed: 1 to {MAX_LISTED}; ask for a page")
+        raise RequestError(f"received a limit of {limit}; allowed: 1 to {most}; ask for a page")
     keys = [_Listed.model_validate(record, from_attributes=True) for record in records]
     order = sorted(range(len(keys)), key=lambda place: (keys[place].created_at, keys[place].id))
     order = order[::-1] if newest_first else order
@@ -110,5 +115,5 @@ def page_of(
         if not places:
             raise RequestError(f"received after={after[:100]!r}; allowed: the last id of a page; list again")
         start = places[0] + 1
-    stop = start + min(limit, MAX_LISTED)
+    stop = start + min(limit, most)
     return [records[place] for place in order[start:stop]], stop < len(order)

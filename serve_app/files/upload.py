@@ -6,13 +6,21 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from epd.errors import RequestError, RequestLimitError
 from epd.serve_app.fair_threads import ResultT
 from epd.serve_app.files.file_store import FileStore
-from epd.serve_app.files.records import UPLOAD_PURPOSES, FileObject, Purpose
+from epd.serve_app.files.records import (
+    MAX_KEPT_S,
+    MIN_KEPT_S,
+    UPLOAD_PURPOSES,
+    ExpiresAfter,
+    FileObject,
+    Purpose,
+)
 
 _PIECE_BYTES = 1 << 20
 _ROOM_BYTES = 16 << 20
@@ -99,12 +107,32 @@ class UploadForm:
     @property
     def purpose(self) -> Purpose:
         """Returns what the file is for. Raises RequestError."""
-        named = self._fields.get("purpose", bytearray()).decode("utf-8", "replace")
+        named = self._text("purpose")
         for purpose in UPLOAD_PURPOSES:
             if named == purpose:
                 return purpose
         allowed = ", ".join(map(repr, UPLOAD_PURPOSES))
         raise RequestError(f"received the purpose {named[:50]!r}; allowed: {allowed}; set purpose to one")
+
+    @property
+    def kept_s(self) -> int | None:
+        """Returns how long the file is kept; None for ever. Raises RequestError."""
+        names = ("anchor", "seconds")
+        said = {name: text for name in names if (text := self._text(f"expires_after[{name}]"))}
+        if not said:
+            return None
+        try:
+            return ExpiresAfter.model_validate_strings(said).seconds
+        except ValidationError:
+            shown = " and ".join(f"{name} {text[:50]!r}" for name, text in said.items())
+            raise RequestError(
+                f"received expires_after with {shown}; allowed: created_at and {MIN_KEPT_S} to {MAX_KEPT_S} "
+                "seconds; change it or leave it out"
+            ) from None
+
+    def _text(self, name: str) -> str:
+        """Returns a field of the form; an empty text for none."""
+        return self._fields.get(name, bytearray()).decode("utf-8", "replace")
 
     def _begin(self) -> None:
         self._num_parts += 1
@@ -172,7 +200,11 @@ async def kept_upload(
     part = await store.run(owner, store.new_part, owner)
     form = UploadForm(content_type, part, store.settings.max_file_bytes)
     return await kept_form(
-        store, owner, form, chunks, lambda: store.keep(part, owner, form.filename, form.purpose)
+        store,
+        owner,
+        form,
+        chunks,
+        lambda: store.keep(part, owner, form.filename, form.purpose, form.kept_s),
     )
 
 

@@ -177,9 +177,8 @@ class UploadStore:
 
     def _adopted(self, stored: StoredUpload, whole: Path) -> FileObject:
         upload = stored.upload
-        expires_at = None if stored.kept_s is None else int(time.time()) + stored.kept_s
         file_id = f"file-{upload.id.removeprefix('upload_')}"
-        return self.files.adopt(whole, stored.owner, file_id, upload.filename, upload.purpose, expires_at)
+        return self.files.adopt(whole, stored.owner, file_id, upload.filename, upload.purpose, stored.kept_s)
 
     def _finish(self, stored: StoredUpload, **changes: object) -> UploadObject:
         """Keeps the end of an upload, which its client may ask for again, and none of its bytes."""

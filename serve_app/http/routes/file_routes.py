@@ -29,7 +29,7 @@ from epd.serve_app.files.records import (
     UploadRequest,
     UploadState,
 )
-from epd.serve_app.files.settings import MAX_LISTED, page_of
+from epd.serve_app.files.settings import MAX_LISTED_FILES, page_of
 from epd.serve_app.files.upload import UploadForm, kept_form, kept_upload
 from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.http.guard.http_guard import client_of
@@ -103,13 +103,13 @@ async def upload_file(request: Request) -> FileObject:
 def list_files(
     request: Request,
     purpose: str | None = None,
-    limit: int = MAX_LISTED,
+    limit: int = MAX_LISTED_FILES,
     after: str | None = None,
     order: str = "desc",
 ) -> FileList:
     """Returns the files of the key, the newest first."""
     files = _store_of(request).owned_by(_owner_of(request), purpose)
-    page, has_more = page_of(files, limit, after, newest_first=order != "asc")
+    page, has_more = page_of(files, limit, after, newest_first=order != "asc", most=MAX_LISTED_FILES)
     ends = (page[0].id, page[-1].id) if page else (None, None)
     return FileList(data=page, first_id=ends[0], last_id=ends[1], has_more=has_more)
 

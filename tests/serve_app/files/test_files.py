@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,34 @@ def test_the_official_client_keeps_reads_and_deletes_a_file(run_front: RunFront,
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(made.id)
     assert len(left_in(folder)) == 2 * len(others)
+
+
+def test_a_file_is_kept_as_long_as_its_client_said(
+    run_front: RunFront, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = run_front(files=FileSettings(folder))
+    made = front.openai.files.create(
+        file=("a", LINES), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert made.expires_at == made.created_at + 3600
+    assert front.openai.files.retrieve(made.id) == made
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3601)
+    with pytest.raises(openai.NotFoundError):
+        front.openai.files.retrieve(made.id)
+    stays = uploaded(front).json()
+    assert stays["expires_at"] is None
+    assert sorted(path.stem for path in (folder / "files").iterdir()) == [stays["id"]] * 2
+
+
+def test_files_are_deleted_while_they_are_listed(run_front: RunFront, folder: Path) -> None:
+    client = run_front(files=FileSettings(folder)).openai
+    for _ in range(101):
+        client.files.create(file=("a", LINES), purpose="batch")
+    assert len(client.files.list().data) == 101
+    for each in client.files.list():
+        client.files.delete(each.id)
+    assert left_in(folder) == []
 
 
 def test_a_server_without_a_folder_says_which_flag_it_needs(run_front: RunFront) -> None:
@@ -102,6 +131,17 @@ def test_there_are_never_more_files_than_allowed(run_front: RunFront, folder: Pa
         ({"files": {"file": ("a", b"")}, "data": {"purpose": "batch"}}, "empty"),
         ({"files": {"file": ("a", LINES)}, "data": {"purpose": "fine-tune"}}, "'batch'"),
         ({"files": {"file": ("a", LINES)}}, "'batch'"),
+        *(
+            (
+                {"files": {"file": ("a", LINES)}, "data": {"purpose": "batch", **expiry}},
+                "allowed: created_at and 60 to 2592000 seconds",
+            )
+            for expiry in (
+                {"expires_after[anchor]": "created_at"},
+                {"expires_after[anchor]": "created_at", "expires_after[seconds]": "59"},
+                {"expires_after[anchor]": "last_used_at", "expires_after[seconds]": "3600"},
+            )
+        ),
         ({"files": {"other": ("a", LINES)}, "data": {"purpose": "batch"}}, "without a file"),
         (
             {"files": [("file", ("a", LINES)), ("file", ("b", LINES))], "data": {"purpose": "batch"}},
