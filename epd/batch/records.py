@@ -86,7 +86,11 @@ def error_record(outcome: Failed | RefusedLine) -> JSON:
     if isinstance(outcome, Failed):
         line = outcome.line
         record = _error(line.line_id, line.number, line.form, outcome.kind, outcome.message, outcome.status)
-        return {**record, **_asked(line)} if line.form == "short" else record
+        if line.form == "short":
+            return {**record, **_asked(line)}
+        if outcome.body is not None:
+            record["response"]["body"] = outcome.body
+        return record
     refused = (outcome.line_id, outcome.number, outcome.form)
     return _error(*refused, "RequestError", outcome.message, _REFUSED_STATUS)
 

@@ -37,12 +37,16 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Reports why a line has no answer. kind: the name of the error's class. status: of HTTP."""
+    """Reports why a line has no answer.
+
+    kind: the name of the error's class, or a server's code. status: of HTTP. body: a server's whole reply.
+    """
 
     line: BatchLine
     kind: str
     message: str
     status: int = 500
+    body: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, line: BatchLine, error: EPDError) -> Failed:
@@ -56,11 +60,11 @@ def outcome_of(line: BatchLine, status: int, record: Any) -> Outcome:
     """Returns what a server's reply says of a line. record: its JSON, None for none."""
     if status == HTTPStatus.OK and _is_completion(record):
         return Answered(line, record)
-    error = record.get("error") if isinstance(record, dict) else None
-    error = error if isinstance(error, dict) else {}
+    found = record.get("error") if isinstance(record, dict) else None
+    error, body = (found, record) if isinstance(found, dict) else ({}, None)
     kind = str(error.get("code") or error.get("type") or "server_error")
     message = str(error.get("message") or json.dumps(record)[:200])
-    return Failed(line, kind, " ".join(message.split()), status)
+    return Failed(line, kind, " ".join(message.split()), status, body)
 
 
 def _is_completion(record: Any) -> bool:

@@ -16,7 +16,7 @@ from epd.batch.line_index import RefusedLine
 from epd.batch.lines import BatchLine
 from epd.batch.records import error_record, is_same_answer, key_of, result_record
 from epd.batch.result_files import ResultFiles, errors_path
-from epd.batch.tasks import Answered, Failed
+from epd.batch.tasks import Answered, Failed, outcome_of
 from epd.errors import MediaNotFoundError, RequestError
 
 COMPLETION: dict[str, Any] = {
@@ -75,6 +75,16 @@ def test_failures_name_their_line_type_and_message() -> None:
     assert record["response"]["status_code"] == 404
     assert record["response"]["body"]["error"] == {"message": "why", "type": "X", "param": None, "code": None}
     assert record["error"] == {"code": "X", "message": "why"}
+
+
+def test_a_failure_at_a_server_has_the_body_that_the_server_gave() -> None:
+    body = {"error": {"message": "no\nmodel", "type": "NotFoundError", "param": "model", "code": "no_model"}}
+    asked = line(form="openai")
+    record = error_record(outcome_of(asked, 404, body))
+    assert record["response"] == {"status_code": 404, "request_id": "", "body": body}
+    assert record["error"] == {"code": "no_model", "message": "no model"}
+    without = error_record(outcome_of(asked, 502, {"detail": "x"}))
+    assert without["response"]["body"]["error"]["type"] == "server_error"
 
 
 def test_keys_of_records_are_those_of_their_lines() -> None:
