@@ -175,7 +175,8 @@ def upright_size(source: Source | Media) -> tuple[int, int]:
         return HeifImage(media, MAX_IMAGE_PIXELS).upright_size
     with closing(media.reader()) as file, _identify(media, file) as image:
         try:
-            is_turned = image.getexif().get(_ORIENTATION) in TURNED
+            # Pillow has the size of a TIFF upright from the start.
+            is_turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION) in TURNED
         except UNREADABLE as error:
             raise CorruptMediaError(
                 f"{media.name} cannot be read ({error}); allowed: complete images; copy it again"

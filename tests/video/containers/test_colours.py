@@ -16,6 +16,7 @@ from transformers.image_transforms import convert_to_rgb
 from epd import video
 from epd.colour import Colour
 from epd.types import UInt8Array
+from epd.video.containers.images import upright_size
 from tests.video.pictures import GREY, GREY_ALPHA, PALETTE, RGB, RGBA, Part, gif, png, webp
 
 NOISE = np.random.default_rng(7).integers(0, 256, (31, 37, 4), np.uint8)
@@ -229,7 +230,10 @@ def assert_upright(found: UInt8Array, orientation: int) -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_orientation_is_honoured(kind: str, orientation: int) -> None:
-    assert_upright(video.load_image(quarters(kind, orientation)), orientation)
+    data = quarters(kind, orientation)
+    found = video.load_image(data)
+    assert_upright(found, orientation)
+    assert upright_size(data) == found.shape[:2]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
