@@ -1,6 +1,6 @@
 """Groups come early, in order and bounded; whoever stops listening stops the work.
 
-Modules: `video/decoding/groups.py`, `video/decoding/reader.py`, `video/decoding/run.py`,
+Modules: `video/decoding/groups.py`, `video/decoding/run.py`,
 `video/decoding/session.py`, `video/decoding/stream.py`, `video/decoding/run.py`.
 """
 
