@@ -153,6 +153,7 @@ class RequestRecord:
     is_stream: bool = False
     num_media: int = 0
     num_pieces: int = 0
+    num_choices: int = 0
     first: float | None = None
     last: float | None = None
     end: AnswerEnd | None = None
@@ -169,6 +170,7 @@ class RequestRecord:
             self.last = perf_counter()
             self.first = self.first or self.last
             self.num_pieces += 1
+            self.num_choices = max(self.num_choices, item.index + 1)
         elif isinstance(item, AnswerEnd):
             self.end = item
 
@@ -188,10 +190,13 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Returns mean seconds between tokens of a choice after its first, None without a second token."""
+        """Returns mean seconds between tokens of a choice after its first, None without a second token.
+
+        Choices grow beside each other: there are as many gaps as an average one has.
+        """
         if self.end is None or self.first is None or self.last is None:
             return None
-        gaps = self.end.usage.completion_tokens - 1
+        gaps = self.end.usage.completion_tokens / self.num_choices - 1
         return (self.last - self.first) / gaps if gaps > 0 else None
 
     def trace(self) -> RequestTrace:

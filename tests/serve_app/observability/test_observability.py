@@ -7,16 +7,21 @@ Modules: `serve_app/observability/logs.py`, `serve_app/observability/metrics.py`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd.serve_app.observability import record as record_module
 from epd.serve_app.observability.metrics import SERVICE_COUNTERS, ServerMetrics
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import AnswerEnd, TokenDelta
 from epd.serve_app.service_status import ServiceStatus
 from tests import ROOT
 from tests.serve_app.conftest import Front, data_url, image_part
-from tests.serve_app.fakes import USAGE, FakeService
+from tests.serve_app.fakes import TIMINGS, USAGE, FakeService
 from tests.serve_app.server import wait_until
 
 
@@ -52,6 +57,17 @@ def test_metrics_of_requests(run_front: Callable[..., Front]) -> None:
     assert seen["epd_visual_tokens_dropped_total"] == 48
     assert seen["epd_request_errors_total,error=RequestError"] == 1
     assert seen["epd_held_body_bytes"] == seen["epd_spooled_media_bytes"] == seen["epd_dropped_traces"] == 0
+
+
+def test_time_between_tokens_is_that_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two choices of five tokens, a second between each: eight gaps in four seconds would be half of it."""
+    record = RequestRecord()
+    for now_s in range(100, 105):
+        monkeypatch.setattr(record_module, "perf_counter", partial(float, now_s))
+        for index in range(2):
+            record.note(TokenDelta(index, "a", (1,)))
+    record.note(AnswerEnd(replace(USAGE, completion_tokens=10), TIMINGS))
+    assert record.tpot_s == 1.0
 
 
 def test_metrics_of_workers(front: Front) -> None:
