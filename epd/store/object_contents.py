@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,9 @@ class ObjectContents:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        try:
+        with self._answering():
             self._system, self._root = open_store(url)
             listed = self._system.get_file_info(fs.FileSelector(self._root, recursive=True))
-        except OSError as error:
-            raise UnavailableError(f"the object store '{url}' gave {error}; check URL and key") from None
         self._objects = {info.path: info for info in listed if info.is_file}
 
     def contents(self) -> Iterator[Contents]:
@@ -49,7 +47,7 @@ class ObjectContents:
             num_pieces += sum(info.path.endswith(SUFFIX) for info in inside)
             num_bytes = sum(info.size or 0 for info in inside)
             used_s = max((_written_s(info) for info in inside), default=0.0)
-            about = texts_of(read_whole(self._system, path))
+            about = texts_of(self._read(path))
             yield Contents(folder.rpartition("/")[2], about, num_pieces, num_bytes, used_s)
 
     def remove(self, namespace: str, before_s: float = math.inf) -> int:
@@ -81,7 +79,7 @@ class ObjectContents:
                         if slab in inside:
                             self._delete(inside[slab])
                 elif path.endswith(SUFFIX):
-                    data = BytesIO(read_whole(self._system, path))
+                    data = BytesIO(self._read(path))
                     is_whole = holds(data, each.namespace, info.base_name.removesuffix(SUFFIX))
                     yield path, 1, is_whole
                     if not is_whole:
@@ -96,29 +94,43 @@ class ObjectContents:
     def _is_whole(self, namespace: str, slab: str, places: dict[str, Place]) -> bool:
         """Reads a slab piece by piece."""
         large = [each for each in places.values() if not each.small]
-        try:
+        with self._answering(), suppress(FileNotFoundError, ValueError):
             file = self._system.open_input_file(slab) if large else None
             for key, place in places.items():
                 if place.small or file is None:
                     data = bytes.fromhex(place.small)
-                else:
+                elif 0 <= place.offset <= file.size() - place.num_bytes:
                     data = file.read_at(place.num_bytes, place.offset)
+                else:
+                    return False
                 if piece_digest(namespace, key, memoryview(data)).hex() != place.digest:
                     return False
-        except (OSError, ValueError):
-            return False
-        return True
+            return True
+        return False
 
     def _inside(self, folder: str) -> list[FileInfo]:
         return [info for path, info in self._objects.items() if path.rpartition("/")[0] == folder]
 
     def _places(self, info: FileInfo) -> dict[str, Place]:
-        return places_of(info.base_name.removesuffix(".keys"), read_whole(self._system, info.path))
+        return places_of(info.base_name.removesuffix(".keys"), self._read(info.path))
+
+    def _read(self, path: str) -> bytes:
+        with self._answering():
+            return read_whole(self._system, path)
 
     def _delete(self, info: FileInfo) -> None:
-        with suppress(FileNotFoundError):
+        with self._answering(), suppress(FileNotFoundError):
             self._system.delete_file(info.path)
         self._objects.pop(info.path, None)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raises UnavailableError where the store fails: what it does not give now may be whole."""
+        try:
+            yield
+        except OSError as error:
+            said = f"the object store '{self._url}' gave {error}; check URL and key"
+            raise UnavailableError(said) from None
 
 
 def _written_s(info: FileInfo) -> float:

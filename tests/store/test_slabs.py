@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -21,9 +22,9 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app
-from epd.store import object_store, slabs
+from epd.store import object_contents, object_store, slabs
 from epd.store.file_format import piece_digest
-from epd.store.object_store import check_url
+from epd.store.object_store import check_url, open_store
 from epd.store.piece_files import PieceFiles
 from epd.store.slabs import Slabs
 from epd.store.write_behind import WriteBehind
@@ -202,6 +203,34 @@ def test_the_command_lists_verifies_and_removes(tmp_path: Path, objects: Objects
     filled(tmp_path / "anew", objects.url)
     assert run("rm", objects.url, "--model", "n") == (0, "removed 0.0 MB\n")
     assert objects.paths(".slab") == objects.paths(".keys") == []
+
+
+class Unsteady(NamedTuple):
+    """A store that lists everything, and does not answer where names with this end are read."""
+
+    system: Any
+    end: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.system, name)
+
+    def open_input_file(self, path: str) -> Any:
+        if path.endswith(self.end):
+            raise OSError("AWS Error NETWORK_CONNECTION: timed out")
+        return self.system.open_input_file(path)
+
+
+@pytest.mark.parametrize("end", [".slab", ".keys", "about.json"])
+def test_what_a_store_does_not_give_now_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    objects = Objects(f"file://{tmp_path / 'objects'}", folder=tmp_path / "objects")
+    filled(tmp_path, objects.url)
+    there = objects.paths()
+    system, root = open_store(objects.url)
+    monkeypatch.setattr(object_contents, "open_store", lambda _url: (Unsteady(system, end), root))
+    code, said = run("verify", objects.url)
+    assert (code, objects.paths()) == (3, there), said
 
 
 _WRITER = """
