@@ -37,11 +37,11 @@ _MAX_EPOCHS = 2  # of one sender that are read: the last message of one may come
 
 @dataclass(slots=True)
 class _Kept(Generic[T]):
-    """Holds a message that is not acknowledged. due_s: when it is sent next."""
+    """Holds a message that is not acknowledged, sent next at due_s, and again after pause_s."""
 
     message: T
+    pause_s: float
     due_s: float = float("-inf")
-    num_sent: int = 0
 
 
 class OutgoingChannel(Generic[T]):
@@ -65,7 +65,7 @@ class OutgoingChannel(Generic[T]):
 
     def push(self, message: T) -> None:
         """Takes a message to be sent."""
-        self._kept[self._num_pushed] = _Kept(message)
+        self._kept[self._num_pushed] = _Kept(message, min(self._resend_s, self._max_resend_s))
         self._num_pushed += 1
 
     def due(self, now_s: float) -> list[tuple[int, T]]:
@@ -77,8 +77,8 @@ class OutgoingChannel(Generic[T]):
             if position >= self._max_in_flight:
                 return
             if kept.due_s <= now_s:
-                kept.due_s = now_s + min(self._resend_s * 2**kept.num_sent, self._max_resend_s)
-                kept.num_sent += 1
+                kept.due_s = now_s + kept.pause_s
+                kept.pause_s = min(2 * kept.pause_s, self._max_resend_s)
                 yield number, kept.message
 
     def acknowledge(self, next_number: int) -> None:

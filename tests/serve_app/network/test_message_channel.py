@@ -70,3 +70,10 @@ def test_what_is_not_acknowledged_is_sent_again_ever_more_seldom() -> None:
     assert sent_s[:6] == [0.0, 1.0, 3.0, 7.0, 11.0, 15.0]
     sender.acknowledge(1)
     assert sender.due(100.0) == []
+
+
+def test_a_message_is_sent_again_for_days() -> None:
+    sender = OutgoingChannel[str]()
+    sender.push("a")
+    sent_s = [8.0 * tick for tick in range(20_000) if sender.due(8.0 * tick)]
+    assert len(sent_s) == 20_000
