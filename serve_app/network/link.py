@@ -377,7 +377,7 @@ class Listener:
 
     def _accept(self, link: Link) -> None:
         self._strangers.pop(link, None)
-        self._links[link] = None
+        self._links = {**dict.fromkeys(self.links), link: None}  # without those that have ended
         self._on_link(link)
 
     @property

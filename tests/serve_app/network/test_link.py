@@ -147,6 +147,25 @@ def test_who_lacks_the_key_is_refused_before_anything_is_read() -> None:
     run(work)
 
 
+def test_a_link_that_has_ended_is_held_no_longer_than_until_the_next() -> None:
+    """It has memory of its own: of a message that did not come whole, up to 1 GiB."""
+
+    async def work() -> None:
+        accepted: list[Link] = []
+        listener = await listen(HOST, KEY, accepted.append)
+        for number in range(1, 4):
+            mine = await connect(listener.address, KEY)
+            while len(accepted) < number:
+                await asyncio.sleep(0.01)
+            assert list(listener._links) == accepted[-1:]
+            mine.close()
+            while accepted[-1].is_open:
+                await asyncio.sleep(0.01)
+        await listener.close()
+
+    run(work)
+
+
 def test_of_too_many_strangers_the_oldest_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.serve_app.network.link._MAX_STRANGERS", 2)
 
