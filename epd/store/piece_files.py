@@ -215,8 +215,10 @@ class PieceFiles:
         return size
 
     def _make_folders(self, pieces: Sequence[Payload]) -> None:
-        if not self._made and not (self._own / ABOUT).exists():
-            _name(written(self._own, memoryview(self._about)), [f"{self._own}/{ABOUT}"])
+        if not self._made:
+            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (self._own / ABOUT).exists():
+                _name(written(self._own, memoryview(self._about)), [f"{self._own}/{ABOUT}"])
         for name in {each.key[:1] for each in pieces} - self._made:
             (self._own / name).mkdir(mode=0o700, exist_ok=True)
             self._made.add(name)

@@ -210,6 +210,17 @@ def test_folders_that_somebody_removed_are_made_again(tmp_path: Path) -> None:
     assert got(files, 3) == payload_of(3)
 
 
+@pytest.mark.parametrize("removed", [".", "n"])
+def test_a_whole_folder_that_somebody_removed_is_made_again(tmp_path: Path, removed: str) -> None:
+    files = files_in(tmp_path / "cache")
+    put(files, 1)
+    shutil.rmtree(tmp_path / "cache" / removed)
+    put(files, 2)
+    put(files, 3)
+    assert got(files, 3) == payload_of(3)
+    assert [each.about for each in contents(tmp_path / "cache")] == [{"model": "n"}]
+
+
 def test_two_writers_share_a_folder(tmp_path: Path) -> None:
     """Half of what they write is the same. Whatever is there is whole."""
     context = get_context("fork")
