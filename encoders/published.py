@@ -84,14 +84,16 @@ class ProcessorParts:
     tokenizer: Any
     image_processor: Any
     video_processor: Any
-    chat_template: str | None = None  # then it is the tokenizer's
+    chat_template: str | dict[str, str] | None  # None: then it is the tokenizer's
 
 
 def _processor_parts(path: Path) -> ProcessorParts:
+    settings, _ = transformers.ProcessorMixin.get_processor_dict(path, local_files_only=True)
     return ProcessorParts(
         transformers.AutoTokenizer.from_pretrained(path, local_files_only=True),
         transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True),
         transformers.AutoVideoProcessor.from_pretrained(path, local_files_only=True),
+        settings.get("chat_template"),
     )
 
 

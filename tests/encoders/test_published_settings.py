@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers.models.smolvlm import processing_smolvlm
 
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.published import PUBLISHED
@@ -67,3 +68,17 @@ def test_a_processor_file_without_images_lacks_them(tmp_path: Path) -> None:
     folder = bare("qwen2_5_vl", tmp_path / "model")
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
     assert load_adapter(folder).plan_image(280, 280).num_tokens == 100
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+def test_a_processor_that_cannot_be_made_has_its_own_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """The tokenizer does not read these files; the class of SmolVLM's processor wants num2words."""
+    folder = BUILDERS["smolvlm"](tmp_path / "model")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(before | {"chat_template": template}))
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    assert load_adapter(folder).checkpoint.chat_template == template
