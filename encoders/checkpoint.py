@@ -107,7 +107,7 @@ def _parsed_config(path: Path, *_version: int) -> Any:
 
 
 def read_generation_config(path: Path) -> Any:
-    """Reads a folder's generation_config.json; transformers' defaults where it has none."""
+    """Reads a folder's generation_config.json; where it has none, what its config.json says of generation."""
     return _reader(path).read_generation_config(path)
 
 

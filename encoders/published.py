@@ -58,11 +58,11 @@ def read_config(path: Path) -> Any:
 
 
 def read_generation_config(path: Path) -> Any:
-    """Reads a folder's generation_config.json; transformers' defaults where it has none."""
+    """Reads a folder's generation_config.json; where it has none, what its config.json says of generation."""
     try:
         return transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
-        return transformers.GenerationConfig()
+        return transformers.GenerationConfig.from_model_config(internvl_chat.read_json(path / "config.json"))
 
 
 def read_processor(path: Path) -> Any:

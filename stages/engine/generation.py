@@ -97,7 +97,7 @@ def _own_sampling(config: Any) -> SamplingParams:
 
 
 def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
-    """Reads the folder's generation_config.json, without loading weights; defaults where it has none."""
+    """Reads the folder's generation_config.json, without loading weights; see `read_generation_config`."""
     model_config = read_config(path)
     num_embeddings = getattr(model_config.get_text_config(), "vocab_size", None) or 0
     return GenerationSettings.of(

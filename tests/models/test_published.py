@@ -30,6 +30,7 @@ from tests import ROOT
 from tests.models.files import known_names, parts_in_files
 from tests.models.page import PAGE, page
 from tests.models.published import PUBLISHED, Config, Published
+from tests.tiny_models import build_qwen3_vl, load_reference
 
 BF16 = torch.bfloat16
 ROLES: tuple[WeightSet, ...] = ("encode", "language")
@@ -159,6 +160,23 @@ def test_generation_is_as_the_checkpoint_says(checkpoint: Checkpoint) -> None:
     own = {name: value for name, value in GENERATION[family].items() if name in SAMPLED}
     assert settings.sampling == SamplingParams(**own)
     assert settings.context_tokens == checkpoint.published.context_tokens
+
+
+@pytest.mark.parametrize(
+    "ends", [{"eos_token_id": [5, 6]}, {"text_config": {"eos_token_id": [7, 8]}}, {}], ids=list
+)
+def test_ends_are_those_of_config_json_where_nothing_else_says_them(
+    tmp_path: Path, ends: dict[str, Any]
+) -> None:
+    folder = build_qwen3_vl(tmp_path)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    text = {name: value for name, value in config["text_config"].items() if name != "eos_token_id"}
+    changed = config | ends | {"text_config": text | ends.get("text_config", {})}
+    (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    theirs = load_reference(folder).generation_config.eos_token_id
+    adapter: Any = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=9))
+    assert generation_settings(folder, adapter).eos_ids == frozenset(theirs or [9])
 
 
 def test_rotation_is_as_the_keys_of_its_release_say(checkpoint: Checkpoint) -> None:
