@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,7 +51,8 @@ def ls(place: _Kept) -> None:
 @cache.command(cls=GroupedCommand)
 def rm(place: _Kept, model: _Model = None, unused_days: _Days = 0.0) -> None:
     """Remove what is kept. A server that uses the folder computes it again."""
-    most_s = time.time() - unused_days * _DAY_S
+    # What another machine's clock has dated later than now goes too, where all is to go.
+    most_s = time.time() - unused_days * _DAY_S if unused_days else math.inf
     removed = 0
     for each in _contents(place):
         if model in (None, each.about.get("model")):
@@ -72,7 +74,8 @@ def verify(place: _Kept) -> None:
         num_pieces = sum(num for _, num, _ in found)
     else:
         files = [file for each in _contents(place) for file in stored(Path(place, each.namespace))]
-        damaged = [str(file.path) for file in files if not is_whole(file.path)]
+        files = [file for file in files if not file.path.name.startswith(".")]  # which are being written
+        damaged = [str(file.path) for file in files if not is_whole(file.path) and file.path.exists()]
         num_pieces = len(files)
         for path in damaged:
             Path(path).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
-from epd.store.file_format import is_whole
+from epd.store.file_format import is_whole, written
 from epd.store.piece_files import PieceFiles, contents, model_digest, namespace, remove_oldest, stored
 
 _ROOM = 1 << 20
@@ -298,6 +298,34 @@ def test_the_command_lists_verifies_and_removes(tmp_path: Path) -> None:
     assert len(list(stored(tmp_path / "one"))) == 0
     assert len(list(stored(tmp_path / "two"))) == 3
     assert remove_oldest(tmp_path, 0) == 0
+
+
+def test_verifying_leaves_what_a_server_writes_and_drops_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(files_in(tmp_path), 1)
+    put(files_in(tmp_path), 2)
+    dropped = next(stored(tmp_path)).path
+    draft = written(tmp_path / "n", memoryview(b"half of a piece"))
+
+    def drops(path: Path) -> bool:
+        dropped.unlink(missing_ok=True)
+        return is_whole(path)
+
+    monkeypatch.setattr("epd.serve_app.cli.cache.is_whole", drops)
+    assert run("verify", str(tmp_path)) == (0, "2 pieces, 0 damaged\n")
+    assert draft.exists()
+
+
+def test_what_is_dated_later_than_now_is_removed(tmp_path: Path) -> None:
+    """By a machine that shares the folder, and whose clock is ahead."""
+    put(files_in(tmp_path), 1)
+    later_s = time.time() + 3600
+    os.utime(next(stored(tmp_path)).path, (later_s, later_s))
+    run("rm", str(tmp_path), "--unused-days", "1")
+    assert len(list(stored(tmp_path))) == 1
+    run("rm", str(tmp_path))
+    assert list(stored(tmp_path)) == []
 
 
 def test_verifying_holds_a_part_of_a_file(tmp_path: Path) -> None:
