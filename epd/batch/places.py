@@ -21,10 +21,22 @@ from epd.errors import RequestError
 
 REMOTE = ("s3://", "gs://")
 _BESIDE = ".writing"
+_FILES = (".jsonl", ".ndjson", ".csv")  # results that are no parts of a table in Parquet
 
 
 def is_remote(place: str | Path) -> bool:
     return str(place).startswith(REMOTE)
+
+
+def check_apart(out: str, table: str) -> None:
+    """Raises RequestError where results would replace the table that is read, or become parts of it."""
+    if is_remote(out) or is_remote(table):
+        place, source = PurePath(out), PurePath(table)
+    else:
+        place, source = Path(out).resolve(), Path(table).resolve()
+    is_part = source in place.parents and place.suffix.lower() not in _FILES
+    if place == source or is_part:
+        raise RequestError(f"'{out}' is the input, or a part of it; name another place for the results")
 
 
 def arrow(name: str) -> Any:

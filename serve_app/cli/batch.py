@@ -21,7 +21,7 @@ from epd.batch.http_backend import HttpBackend
 from epd.batch.in_flight import OWN_REQUESTS
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
-from epd.batch.places import copied, is_remote
+from epd.batch.places import check_apart, copied, is_remote
 from epd.batch.progress import StatusFile, batch_bar
 from epd.batch.result_files import errors_path, write_table
 from epd.batch.result_parts import PartsFolder
@@ -31,7 +31,7 @@ from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation, plot_utilisation
 from epd.control.request_budget import RequestLimits
 from epd.engine_config import EngineConfig
-from epd.errors import RequestError
+from epd.errors import RequestError, check_file
 from epd.models import model_folder
 from epd.profiles.files import load_profile
 from epd.serve_app.cli.early_checks import STDIN, as_path, is_terminal, stdin_file
@@ -214,6 +214,8 @@ def batch(
     source = as_path(source)
     urls = tuple(url) if url else None
     target = _Target(model, topology, urls, address, name, api_key, config, media_in_flight)
+    if is_table(source):
+        check_apart(out, source)
     utilisation, results = Utilisation(), _results_place(out, max_attempts)
     hardware = Hardware(hourly_price, num_devices, engine_tokens_per_s)
     estimate = _Estimate(target, profile, hardware, is_asked=not yes and not is_dry and _has_terminal())
@@ -295,7 +297,10 @@ def _results_place(out: str, max_attempts: int) -> Path | PartsFolder:
             f"received '{out}' for the results; allowed: a name that ends in {' or '.join(_OUT_SUFFIXES)}, "
             f"or a folder of Parquet that ends in / or {PARQUET_SUFFIX}; rename it"
         )
-    return Path(out).with_suffix(".jsonl") if suffix == TABLE_SUFFIX else Path(out)
+    if suffix == TABLE_SUFFIX:
+        check_file(Path(out))
+        return Path(out).with_suffix(".jsonl")
+    return Path(out)
 
 
 def _has_terminal() -> bool:

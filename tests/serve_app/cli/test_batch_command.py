@@ -256,6 +256,7 @@ def test_parquet_goes_in_and_out_at_servers(tmp_path: Path) -> None:
         (["in.jsonl", "out.jsonl", "--status-file", "no/status"], "cannot write 'no/status'"),
         (["in.jsonl", "in.jsonl"], "is the input"),
         (["in.jsonl", "no/out.jsonl"], "cannot write"),
+        (["in.jsonl", "folder.csv"], "cannot write 'folder.csv'"),
         (["in.jsonl", "out.jsonl", "--model", "nowhere"], "nowhere"),
     ],
 )
@@ -263,12 +264,32 @@ def test_what_makes_no_sense_gives_one_line(
     lines: Path, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(lines.parent)
+    (lines.parent / "folder.csv").mkdir()
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1, result.stderr
     assert result.stderr.startswith("error: ")
     assert words in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["rows.csv"] * 2, ["rows.csv", "./rows.csv"], ["parts"] * 2])
+def test_a_table_is_never_replaced_by_its_results(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do results become parts of a table in Parquet, which the next run would read as questions."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    for name in ("rows.csv", "parts/rows.parquet"):
+        (tmp_path / name).write_text("id,video,question\n1,missing.mp4,What?\n")
+    before = sorted(tmp_path.rglob("*"))
+    source, out = arguments
+    for place in (out, f"{out}/answers/") if source == "parts" else (out,):
+        result = run(source, f"{place}/" if place == "parts" else place)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        assert "is the input, or a part of it" in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 2
 
 
 def test_lines_are_answered_without_ray_and_web_server(lines: Path, tmp_path: Path) -> None:
