@@ -20,6 +20,7 @@ else:
     rich_console, rich_progress, rich_table = map(LateModule, ("rich.console", "rich.progress", "rich.table"))
 
 _MB = 10**6
+_WIDE = 10_000  # columns: more than any table has
 _STAGES = {
     "probe_s": "probe",
     "decode_video_s": "decode video (wait)",
@@ -43,8 +44,9 @@ def stderr_console() -> rich_console.Console:
 
 
 def stdout_console() -> rich_console.Console:
-    """Returns a rich console on the current stdout."""
-    return rich_console.Console(highlight=False, soft_wrap=True)
+    """Returns a rich console on the current stdout. In a file or a pipe no cell of a table is cut."""
+    width = None if sys.stdout.isatty() else _WIDE
+    return rich_console.Console(highlight=False, soft_wrap=True, width=width)
 
 
 def stream_text(piece: str) -> None:

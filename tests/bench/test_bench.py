@@ -269,6 +269,19 @@ def test_the_command_prints_tables_and_writes_files(server: FakeServer, tmp_path
     assert "data:video/mp4;base64,AAAA" in sent, "the length of an MP4's first box"
 
 
+def test_a_table_in_a_file_is_whole(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of one machine differ in the port alone, which a narrow table cuts off."""
+    monkeypatch.setenv("COLUMNS", "60")
+    load = ("--concurrency", 2, "--num-requests", 4)
+    with FakeServer() as other:
+        result = epd_bench("--url", server.url, "--url", other.url, *load)
+    assert result.exit_code == 0, result.output
+    totals = result.stdout.partition("errors")[2]
+    for each in (server, other):
+        assert each.url.removeprefix("http://") in totals
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.stdout
+
+
 def test_json_alone_on_stdout(server: FakeServer) -> None:
     load = ("--concurrency", 4, "--num-requests", 8)
     result = epd_bench("--url", server.url, *load, "--ignore-eos", "--json", "-")
