@@ -159,16 +159,22 @@ def test_a_prompt_is_submitted_before_its_decode_worker_has_answered() -> None:
     asyncio.run(run())
 
 
+def begun_round(bench: JoiningBench) -> tuple[Attempt, _Round]:
+    """An attempt that has begun to ask d0 for room."""
+    attempt = bench.attempt("r")
+    round_ = _Round(attempt)
+    attempt.placement.take("p0", "d0")
+    round_.reserve(bench.placement.calls)
+    return attempt, round_
+
+
 def test_who_reserves_room_is_at_the_worker_from_the_first_moment_to_the_last() -> None:
     """A suspect that looked before the task had begun (seed 74760), or while the prompt was submitted after
     the room had been reserved (seed 93185), would join it."""
 
     async def run() -> None:
         bench = JoiningBench({"p0": 1, "d0": 1})
-        attempt = bench.attempt("r")
-        round_ = _Round(attempt)
-        attempt.placement.take("p0", "d0")
-        round_.reserve(bench.placement.calls)
+        attempt, round_ = begun_round(bench)
         assert attempt.is_at("d0")
         await round_.settle()
         assert attempt.is_at("d0"), "which has room for it now"
@@ -184,10 +190,7 @@ def test_who_reserves_room_is_at_the_worker_from_the_first_moment_to_the_last() 
 def test_who_finds_no_room_is_not_at_the_worker() -> None:
     async def run() -> None:
         bench = JoiningBench({"p0": 1, "d0": 0})
-        attempt = bench.attempt("r")
-        round_ = _Round(attempt)
-        attempt.placement.take("p0", "d0")
-        round_.reserve(bench.placement.calls)
+        attempt, round_ = begun_round(bench)
         await round_.settle()
         assert round_.ticket is None
         assert not attempt.is_at("d0")
